@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rorqual.model.config_fields import ConfigError, Section
+from rorqual.model.config_fields import ConfigError as ConfigError
+from rorqual.model.config_fields import Section
 from rorqual.model.config_laws import check_config
 
 logger = logging.getLogger(__name__)
@@ -29,6 +30,14 @@ IGNORED_FIELDS = frozenset(
         "transformers_version",
         "use_cache",
     }
+)
+DRAFT_FIELDS = (
+    "dspark_block_size",
+    "dspark_noise_token_id",
+    "dspark_target_layer_ids",
+    "dspark_markov_rank",
+    "dspark_n_routed_experts",
+    "dspark_num_experts_per_tok",
 )
 _LARGE = 2**31 - 1
 
@@ -208,9 +217,8 @@ def read_config(model_dir: str | Path) -> ModelConfig:
 
 def released_config() -> ModelConfig:
     """The config of the released checkpoint (spec section 1)."""
-    return ModelConfig.from_json(
-        json.loads(Path(__file__).with_name("released_config.json").read_text(encoding="utf-8"))
-    )
+    path = Path(__file__).with_name("released_config.json")
+    return ModelConfig.from_json(json.loads(path.read_text(encoding="utf-8")))
 
 
 def _read_constants(top: Section, text: Section, quantization: Section) -> None:
@@ -274,7 +282,7 @@ def _read_attention(text: Section, n_layers: int, n_draft_layers: int) -> dict[s
             f"({n_layers} layers and {n_draft_layers} draft layers)"
         )
     return {
-        # A checkpoint stripped of its draft layers keeps the list of the full model: entries beyond the layers are unused.
+        # A checkpoint stripped of its draft layers keeps the list of the full model: the entries beyond are unused.
         "compress_ratios": ratios[:wanted],
         "kv_source_layers": text.integers("kv_source_layer_ids", 0, n_layers - 1, rising=True),
         "index_source_layers": text.integers("index_source_layer_ids", 0, n_layers - 1, rising=True),
@@ -314,18 +322,10 @@ def _read_engram(text: Section, n_layers: int, vocab_size: int) -> EngramConfig:
 def _read_draft(text: Section, n_layers: int, vocab_size: int) -> DraftConfig | None:
     """None when there are no draft layers; the dspark_* fields may then hold anything."""
     num_stages = text.integer("num_nextn_predict_layers", 0)
-    names = (
-        "block_size",
-        "noise_token_id",
-        "target_layer_ids",
-        "markov_rank",
-        "n_routed_experts",
-        "num_experts_per_tok",
-    )
     if num_stages == 0:
-        for name in names:
-            if text.has(f"dspark_{name}"):
-                text.raw(f"dspark_{name}")
+        for name in DRAFT_FIELDS:
+            if text.has(name):
+                text.raw(name)
         return None
     num_experts = text.integer("dspark_n_routed_experts")
     return DraftConfig(

@@ -15,6 +15,7 @@ def check_config(config: "ModelConfig") -> None:
     """Raises ConfigError on the first contradiction."""
     _check_sizes(config)
     _check_sources(config)
+    _check_candidates(config)
     _check_engram(config)
     _check_draft(config)
     _check_vision(config)
@@ -39,9 +40,8 @@ def _check_sizes(config: "ModelConfig") -> None:
     # A pair of a ratio-2 compressor must not straddle two pages, and a page is the window.
     _multiple("text_config.sliding_window", config.window_size, 2)
     for field, size in (("head_dim", config.head_dim), ("index_head_dim", config.index_head_dim)):
-        require(
-            size >= config.rope_head_dim, f"text_config.{field}", size, f">= qk_rope_head_dim {config.rope_head_dim}"
-        )
+        rope_dim = config.rope_head_dim
+        require(size >= rope_dim, f"text_config.{field}", size, f">= qk_rope_head_dim {rope_dim}")
     heads = config.n_heads
     require(heads % config.o_groups == 0, "text_config.o_groups", config.o_groups, f"a divisor of {heads} heads")
     require(
@@ -54,53 +54,41 @@ def _check_sizes(config: "ModelConfig") -> None:
 
 def _check_sources(config: "ModelConfig") -> None:
     kv_field, index_field = "text_config.kv_source_layer_ids", "text_config.index_source_layer_ids"
-    for layer in config.kv_source_layers:
-        require(config.ratio(layer) > 0, kv_field, layer, f"no layer with compress ratio 0 (layer {layer})")
-        require(
-            layer in config.index_source_layers,
-            index_field,
-            config.index_source_layers,
-            f"KV source {layer} among them",
-        )
-    for layer in config.index_source_layers:
-        require(config.ratio(layer) > 0, index_field, layer, f"no layer with compress ratio 0 (layer {layer})")
+    kv_sources, index_sources = config.kv_source_layers, config.index_source_layers
+    for field, sources in ((kv_field, kv_sources), (index_field, index_sources)):
+        for layer in sources:
+            require(
+                config.ratio(layer) > 0, field, layer, f"layers of compress ratio 1 or 2 (layer {layer} has ratio 0)"
+            )
+    for layer in kv_sources:
+        # A reused selection would point into the compressed KV of another source.
+        require(layer in index_sources, index_field, index_sources, f"KV source {layer} among them")
     for layer in range(config.n_layers):
-        if config.ratio(layer) == 0:
+        ratio = config.ratio(layer)
+        if ratio == 0:
             continue
         source = config.kv_source_of(layer)
-        require(
-            source is not None, kv_field, config.kv_source_layers, f"a source at or before layer {layer} of ratio > 0"
-        )
+        require(source is not None, kv_field, kv_sources, f"a source at or before layer {layer} of ratio {ratio}")
         if source is not None:
-            require(
-                config.ratio(layer) == config.ratio(source),
-                f"text_config.compress_ratios[{layer}]",
-                config.ratio(layer),
-                f"{config.ratio(source)}, the ratio of KV source {source}",
-            )
+            expected = config.ratio(source)
+            field = f"text_config.compress_ratios[{layer}]"
+            require(ratio == expected, field, ratio, f"{expected}, the ratio of its KV source {source}")
     for ratio in config.compress_ratios[config.n_layers :]:
         require(ratio == 0, "text_config.compress_ratios", ratio, "0 for the draft layers")
-    _check_candidates(config)
 
 
 def _check_candidates(config: "ModelConfig") -> None:
-    chosen = config.candidate_source_layer
+    chosen, sources = config.candidate_source_layer, config.index_source_layers
     if chosen < 0:
         return
     field = "text_config.candidate_source_layer_id"
-    require(
-        chosen in config.index_source_layers, field, chosen, f"one of the index sources {config.index_source_layers}"
-    )
-    for layer in config.index_source_layers:
+    require(chosen in sources, field, chosen, f"negative (off) or one of the index sources {sources}")
+    for layer in sources:
+        # Candidate blocks are counted in groups of the candidate source's ratio.
         if layer > chosen:
-            # Candidate blocks are numbered in groups of the candidate source's ratio.
-            found = f"{chosen} of ratio {config.ratio(chosen)}"
-            require(
-                config.ratio(layer) == config.ratio(chosen),
-                field,
-                found,
-                f"ratio {config.ratio(layer)} of layer {layer}",
-            )
+            found = f"layer {chosen} of ratio {config.ratio(chosen)}"
+            expected = f"the ratio of the later index source {layer}, {config.ratio(layer)}"
+            require(config.ratio(layer) == config.ratio(chosen), field, found, expected)
 
 
 def _check_engram(config: "ModelConfig") -> None:
