@@ -8,7 +8,7 @@ else
 VENV := .venv-$(VERSION)
 endif
 CHECK_VENV := $(VENV)-check
-PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --no-input
+PIP_INSTALL := -m pip install -qq --disable-pip-version-check --no-input
 
 HOST = 127.0.0.1
 PORT = 8000
