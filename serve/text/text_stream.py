@@ -50,13 +50,12 @@ class TextStream:
     """Text side of one request. Feed it the events in order; it holds text back only while a stop string or a
     character may still be completed, and its deltas do not depend on how the events are grouped.
 
-    Special tokens and stop tokens give no text. Stop strings are looked for after the first `min_tokens` tokens.
+    Special tokens give no text (the EOS or stop token that ends a request does not even arrive as an event). The token
+    that completes a stop string is the last one counted and reported; `min_tokens` does not hold stop strings off.
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
         self._tokenizer = tokenizer
-        self._min_tokens = params.min_tokens
-        self._textless = tokenizer.silent_ids | frozenset(params.stop_token_ids)
         self._detokenizer = Detokenizer()
         self._matcher = StopMatcher(params.stop)
         self._offset = 0
@@ -81,18 +80,16 @@ class TextStream:
 
     def _token(self, token_id: int) -> str:
         self.num_generated += 1
-        if token_id in self._textless:
+        if token_id in self._tokenizer.silent_ids:
             return ""
         text = self._detokenizer.feed(self._tokenizer.token_bytes(token_id))
         self._offset += len(text)
-        return self._matcher.feed(text) if self.num_generated > self._min_tokens else text
+        return self._matcher.feed(text)
 
     def _end(self) -> str:
         if self._matcher.matched is not None:
             return ""
-        rest = self._detokenizer.flush()
-        searched = self._matcher.feed(rest) if self.num_generated > self._min_tokens else rest
-        return searched + self._matcher.flush()
+        return self._matcher.feed(self._detokenizer.flush()) + self._matcher.flush()
 
     def _finish(self, event: Finished) -> Finish:
         matched: str | int | None = self._matcher.matched

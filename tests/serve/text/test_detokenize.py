@@ -12,7 +12,8 @@ def test_deltas_end_between_characters(step: int, tiny_tokenizer: Tokenizer, rea
     for tokenizer in (tiny_tokenizer, real_tokenizer):
         ids, stream = tokenizer.encode(TEXT), Detokenizer()
         deltas = [
-            "".join(stream.feed(tokenizer.token_bytes(i)) for i in ids[at : at + step]) for at in range(0, len(ids), step)
+            "".join(stream.feed(tokenizer.token_bytes(i)) for i in ids[at : at + step])
+            for at in range(0, len(ids), step)
         ]
         assert "".join(deltas) == TEXT
         assert stream.flush() == ""
