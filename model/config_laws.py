@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from rorqual.model.config_fields import require
-from rorqual.model.engram_hash import table_primes
+from rorqual.model.engram_primes import table_primes
 
 if TYPE_CHECKING:
     from rorqual.model.config import ModelConfig

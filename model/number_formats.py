@@ -1,8 +1,8 @@
 """Stored numbers of the checkpoint, decoded on the host: e4m3, E8M0 and e2m1 codes, and the weights made of them.
 
-A byte under a scale stands for one of 65,536 products (256 codes or pairs of codes x 256 scales), so a weight is decoded by
-one look-up per byte in a table of products (spec section 2). Every product of a real weight is exactly a bf16 number; near
-the ends of the exponent range, where it is not, the table holds the product rounded once. numpy only, no jax.
+A byte under a scale stands for one of 65,536 products (256 codes or pairs of codes x 256 scales), so a weight is
+decoded by one look-up per byte in a table of products (spec section 2). Every product of real weights is exactly a bf16
+number; near the ends of the exponent range, where it is not, the table holds the product rounded once. No jax here.
 """
 
 from functools import cache
