@@ -66,7 +66,7 @@ class EngramHash:
         # After the running XOR, entry n - 1 mixes the lookbacks 0..n-1 of an n-gram.
         mixed = np.bitwise_xor.accumulate(products, axis=-1)[..., 1:]
         rows = mixed[..., None] % self.primes + self.offsets
-        return rows.reshape(len(ids), len(self.primes), -1)
+        return rows.reshape(*rows.shape[:2], rows.shape[2] * rows.shape[3])
 
 
 def engram_hash(config: "ModelConfig", token_map: np.ndarray) -> EngramHash:
