@@ -1,0 +1,122 @@
+"""Mixture of experts: router, routed experts, shared expert (spec section 7)."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from rorqual.model.config import ModelConfig
+from rorqual.model.kernels.grouped_experts.reference import grouped_experts, swiglu
+from rorqual.model.layers.linear import Fp8Linear, Weights, unpack_fp4
+from rorqual.model.numerics import F32, bf16, dot
+from rorqual.model.quantise import fp8_roundtrip
+
+MAX_EXPERT_TILE = 64
+
+
+def best_first(scores: jax.Array, k: int) -> jax.Array:
+    """Places of the k largest of float32 `[t, n]`, best first, ties to the lower place -> int32 `[t, k]`."""
+    chosen = []
+    places = jnp.arange(scores.shape[1])
+    for _ in range(k):
+        best = jnp.argmax(scores, 1).astype(jnp.int32)
+        chosen.append(best)
+        scores = jnp.where(places == best[:, None], -jnp.inf, scores)
+    return jnp.stack(chosen, 1)
+
+
+class Router(nnx.Module):
+    """noaux_tc: experts chosen by biased scores, weighted by unbiased ones; image tokens use `bias_vl`."""
+
+    def __init__(self, weights: Weights, config: ModelConfig):
+        self.weight = nnx.Param(weights["weight"])
+        self.bias = nnx.Param(weights["bias"])
+        self.bias_vl = nnx.Param(weights["bias_vl"])
+        self.config = config
+
+    def scores(self, x: jax.Array) -> jax.Array:
+        """`[t, D]` -> float32 `[t, E]`: sqrt(softplus(logits))."""
+        return jnp.sqrt(jax.nn.softplus(dot(x, self.weight[...]) / self.config.gate_temp))
+
+    def __call__(self, x: jax.Array, image: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """`x [t, D]`, `image [t]` bool -> (experts int32 `[t, k]`, best first, weights float32 `[t, k]`)."""
+        scores = self.scores(x)
+        biased = scores + jnp.where(image[:, None], self.bias_vl[...], self.bias[...])
+        experts = best_first(biased, self.config.n_activated_experts)
+        weights = jnp.take_along_axis(scores, experts, 1)
+        if self.config.norm_topk_prob and self.config.n_activated_experts > 1:
+            weights = weights / (jnp.sum(weights, 1, keepdims=True) + 1e-20)
+        return experts, weights * self.config.route_scale
+
+
+class RoutedLinear(nnx.Module):
+    """One matrix of all experts: packed FP4 `[E, out, in/2]` with scales, or dequantised `[E, out, in]`."""
+
+    def __init__(self, weights: Weights):
+        self.weight = nnx.Param(weights["weight"])
+        self.scale = nnx.Param(weights["scale"]) if "scale" in weights else None
+
+    def dense(self, expert: jax.Array) -> jax.Array:
+        """Weight `[out, in]` of one expert (traced number)."""
+        weight = jax.lax.dynamic_index_in_dim(self.weight[...], expert, 0, keepdims=False)
+        if self.scale is None:
+            return weight
+        return unpack_fp4(weight, jax.lax.dynamic_index_in_dim(self.scale[...], expert, 0, keepdims=False))
+
+
+class RoutedExperts(nnx.Module):
+    """All routed experts of a layer."""
+
+    def __init__(self, weights: Weights, config: ModelConfig):
+        self.w1 = RoutedLinear(weights["w1"])
+        self.w2 = RoutedLinear(weights["w2"])
+        self.w3 = RoutedLinear(weights["w3"])
+        self.config = config
+
+    def __call__(self, x: jax.Array, experts: jax.Array, weights: jax.Array, tile: int) -> jax.Array:
+        """Tokens `[T, D]` (FP8 round-tripped), routing `[T, k]` -> results by slot, bfloat16 `[T, k, D]`."""
+
+        def of_expert(expert: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+            return self.w1.dense(expert), self.w2.dense(expert), self.w3.dense(expert)
+
+        num_experts = self.w1.weight[...].shape[0]
+        return grouped_experts(x, experts, weights, of_expert, num_experts, tile, self.config.swiglu_limit)
+
+
+class SharedExpert(nnx.Module):
+    """FP8 expert that every token visits, without a routing weight."""
+
+    def __init__(self, weights: Weights, config: ModelConfig):
+        self.w1 = Fp8Linear(weights["w1"])
+        self.w2 = Fp8Linear(weights["w2"])
+        self.w3 = Fp8Linear(weights["w3"])
+        self.limit = config.swiglu_limit
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """`[t, D]` (FP8 round-tripped) -> bfloat16 `[t, D]`."""
+        gate, up = self.w1(x).astype(F32), self.w3(x).astype(F32)
+        return self.w2(fp8_roundtrip(bf16(swiglu(gate, up, self.limit))))
+
+
+class Experts(nnx.Module):
+    """The MoE sublayer in three steps: route (per token), compute (grouped by expert), combine (per token)."""
+
+    def __init__(self, weights: Weights, config: ModelConfig):
+        self.gate = Router(weights["gate"], config)
+        self.experts = RoutedExperts(weights["experts"], config)
+        self.shared_experts = SharedExpert(weights["shared_experts"], config)
+
+    def combine(self, x: jax.Array, routed: jax.Array) -> jax.Array:
+        """`x [t, D]` (FP8 round-tripped), results by slot `[t, k, D]` -> bfloat16 `[t, D]`.
+
+        Summed in float32 in slot order, the shared expert last, one cast.
+        """
+        total = routed[:, 0].astype(F32)
+        for slot in range(1, routed.shape[1]):
+            total = total + routed[:, slot].astype(F32)
+        return bf16(total + self.shared_experts(x).astype(F32))
+
+
+def expert_tile_rows(num_pairs: int, num_experts: int) -> int:
+    """Rows of an expert tile when speed alone decides: about the pairs an expert gets, a power of two."""
+    wanted = -(-num_pairs // num_experts)
+    return min(1 << (wanted - 1).bit_length(), MAX_EXPERT_TILE)
