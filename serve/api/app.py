@@ -1,6 +1,5 @@
 """The FastAPI application over an engine and a text plane."""
 
-import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,8 +17,6 @@ from rorqual.serve.api.json_body import read_json_object
 from rorqual.serve.api.runs import EngineClient
 from rorqual.serve.api.service import ServerInfo, Service, as_api_error
 from rorqual.serve.text.plane import TextPlane
-
-log = logging.getLogger("rorqual.api")
 
 
 def create_app(engine: EngineClient, text: TextPlane, info: ServerInfo) -> FastAPI:

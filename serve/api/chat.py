@@ -1,7 +1,8 @@
 """POST /v1/chat/completions: a conversation in, reasoning and content out."""
 
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from rorqual.serve.api.errors import ApiError
 from rorqual.serve.api.intake import sampling_params, stated_max_tokens, top_logprobs, with_usage
 from rorqual.serve.api.service import Service, check_finish
-from rorqual.serve.check_request import check_request
+from rorqual.serve.request import check_request
 from rorqual.serve.text.chat import ChatFormat, ChatPrompt
 from rorqual.serve.text.chat_stream import ChatDelta, ChatStream, join_chunks
 
@@ -34,33 +35,35 @@ class ChatAnswer:
         self._with_usage = with_usage(values)
         self._names = ("messages", "reasoning_effort", "thinking", "logprobs", "top_logprobs", "stream")
 
-    async def chunks(self) -> AsyncIterator[dict[str, Any] | None]:
+    async def chunks(self) -> AsyncGenerator[dict[str, Any] | None, None]:
         """Stream objects, the usage chunk last where it is asked for."""
         extra = {"usage": None} if self._with_usage else {}
         first: dict[str, Any] = {}
-        async for item in self._deltas():
-            if item is None:
-                yield None
-                continue
-            stream, delta = item
-            for chunk in delta.chunks:
-                first = first or chunk
-                yield {**chunk, **extra}
-            if delta.finish is not None and self._with_usage:
-                yield {**first, "choices": [], "usage": stream.usage(delta.finish)}
+        async with aclosing(self._deltas()) as deltas:
+            async for item in deltas:
+                if item is None:
+                    yield None
+                    continue
+                stream, delta = item
+                for chunk in delta.chunks:
+                    first = first or chunk
+                    yield {**chunk, **extra}
+                if delta.finish is not None and self._with_usage:
+                    yield {**first, "choices": [], "usage": stream.usage(delta.finish)}
 
     async def whole(self) -> dict[str, Any]:
         """The complete response object."""
         chunks: list[dict[str, Any]] = []
         usage = None
-        async for item in self._deltas():
-            if item is not None:
-                stream, delta = item
-                chunks += delta.chunks
-                usage = stream.usage(delta.finish) if delta.finish is not None else usage
+        async with aclosing(self._deltas()) as deltas:
+            async for item in deltas:
+                if item is not None:
+                    stream, delta = item
+                    chunks += delta.chunks
+                    usage = stream.usage(delta.finish) if delta.finish is not None else usage
         return {**join_chunks(chunks), "usage": usage}
 
-    async def _deltas(self) -> AsyncIterator[tuple[ChatStream, ChatDelta] | None]:
+    async def _deltas(self) -> AsyncGenerator[tuple[ChatStream, ChatDelta] | None, None]:
         """None once the engine has taken the request, then its deltas."""
         service, limits = self._service, self._service.engine.limits
         # Sampling is judged on a stand-in prompt first: a wrong number is no reason to encode a long conversation.

@@ -2,15 +2,15 @@
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import Any
 
 import numpy as np
 
 from rorqual.serve.api.intake import completion_prompts, sampling_params, stated_max_tokens, with_usage
 from rorqual.serve.api.service import Service, check_finish
-from rorqual.serve.check_request import check_request
-from rorqual.serve.request import SamplingParams
+from rorqual.serve.request import SamplingParams, check_request
 from rorqual.serve.text.logprobs import completion_logprobs
 from rorqual.serve.text.text_stream import Finish, TextDelta, TextStream, TextToken
 
@@ -34,19 +34,20 @@ class CompletionAnswer:
             "model": model,
         }
 
-    async def chunks(self) -> AsyncIterator[dict[str, Any] | None]:
+    async def chunks(self) -> AsyncGenerator[dict[str, Any] | None, None]:
         """Stream objects, the usage chunk last where it is asked for."""
         finishes: list[Finish] = []
-        async for item in self._deltas():
-            if item is None:
-                yield None
-                continue
-            number, delta = item
-            if delta.finish is not None:
-                finishes.append(delta.finish)
-            if delta.text or delta.finish or (delta.tokens and self._params.logprobs is not None):
-                reason = delta.finish.reason if delta.finish else None
-                yield self._object([self._choice(number, delta.text, delta.tokens, reason)], None)
+        async with aclosing(self._deltas()) as deltas:
+            async for item in deltas:
+                if item is None:
+                    yield None
+                    continue
+                number, delta = item
+                if delta.finish is not None:
+                    finishes.append(delta.finish)
+                if delta.text or delta.finish or (delta.tokens and self._params.logprobs is not None):
+                    reason = delta.finish.reason if delta.finish else None
+                    yield self._object([self._choice(number, delta.text, delta.tokens, reason)], None)
         if self._with_usage:
             yield self._object([], _usage(finishes))
 
@@ -55,20 +56,21 @@ class CompletionAnswer:
         texts: list[list[str]] = [[] for _ in self._prompts]
         tokens: list[list[TextToken]] = [[] for _ in self._prompts]
         finishes: dict[int, Finish] = {}
-        async for item in self._deltas():
-            if item is not None:
-                number, delta = item
-                texts[number].append(delta.text)
-                tokens[number] += delta.tokens
-                if delta.finish is not None:
-                    finishes[number] = delta.finish
+        async with aclosing(self._deltas()) as deltas:
+            async for item in deltas:
+                if item is not None:
+                    number, delta = item
+                    texts[number].append(delta.text)
+                    tokens[number] += delta.tokens
+                    if delta.finish is not None:
+                        finishes[number] = delta.finish
         choices = [
             self._choice(number, "".join(texts[number]), tokens[number], finishes[number].reason)
             for number in range(len(self._prompts))
         ]
         return {**self._head, "choices": choices, "usage": _usage(list(finishes.values()))}
 
-    async def _deltas(self) -> AsyncIterator[tuple[int, TextDelta] | None]:
+    async def _deltas(self) -> AsyncGenerator[tuple[int, TextDelta] | None, None]:
         """None once the engine has taken the requests, then number and delta of a prompt."""
         service = self._service
         prompts = await self._encoded()

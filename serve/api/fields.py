@@ -1,7 +1,7 @@
 """Which body fields the generation endpoints know: what is honoured, what may only have its default value.
 
-The rule: a field that would change the answer is honoured or refused by name; an unknown field is ignored, named once in
-the log and in a response header, because gateways add fields of their own.
+The rule: a field that would change the answer is honoured or refused by name; an unknown field is ignored, named once
+in the log and in a response header, because gateways add fields of their own.
 """
 
 import logging

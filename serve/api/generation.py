@@ -3,7 +3,8 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from typing import Any, Protocol
 
 from starlette.responses import JSONResponse, Response
@@ -24,7 +25,7 @@ class Answer(Protocol):
         """The complete response object."""
         ...
 
-    def chunks(self) -> AsyncIterator[dict[str, Any] | None]:
+    def chunks(self) -> AsyncGenerator[dict[str, Any] | None, None]:
         """Stream objects; None says that the request is accepted, so that the response may start."""
         ...
 
@@ -62,12 +63,13 @@ class Generation(Response):
                 body = await self._answer.whole()
                 await JSONResponse(body, headers=self._headers)(scope, receive, send)
                 return
-            async for chunk in self._answer.chunks():
-                if not started:
-                    started = True
-                    await send(self._start())
-                if chunk is not None:
-                    await send(_piece(_event(chunk)))
+            async with aclosing(self._answer.chunks()) as chunks:
+                async for chunk in chunks:
+                    if not started:
+                        started = True
+                        await send(self._start())
+                    if chunk is not None:
+                        await send(_piece(_event(chunk)))
             await send(_piece(b"data: [DONE]\n\n", more=False))
         except Exception as error:
             known = as_api_error(error, self._answer.renamed)

@@ -99,9 +99,8 @@ def completion_prompts(value: Any, max_prompts: int) -> list[Prompt]:
         return [value]
     if kinds not in ({str}, {list}):
         names = ", ".join(sorted(kind.__name__ for kind in kinds))
-        raise ApiError.bad_value(
-            "prompt", f"a list of {names}", "a list of only texts, only token ids or only lists of ids"
-        )
+        allowed = "a list of only texts, only token ids or only lists of ids"
+        raise ApiError.bad_value("prompt", f"a list of {names}", allowed)
     if len(value) > max_prompts:
         raise ApiError.bad_value("prompt", f"{len(value)} prompts", f"1 to {max_prompts} prompts")
     for item in value:

@@ -56,7 +56,7 @@ class DrainingServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Signal handler: begin to drain; at the second signal drain no longer."""
-        # The signal is not recorded for uvicorn, which would raise it again after the shutdown instead of exiting with 0.
+        # Not recorded for uvicorn, which would raise the signal again after the shutdown instead of exiting with 0.
         again = self._service.draining
         self._service.draining = True
         self._deadline = time.monotonic() + (0.0 if again else self._drain_timeout_s)

@@ -11,11 +11,11 @@ import numpy as np
 
 from rorqual.serve.api.errors import ApiError
 from rorqual.serve.api.runs import EngineClient, Runs
-from rorqual.serve.check_request import RequestError
+from rorqual.serve.request import RequestError
 from rorqual.serve.text.chat import ChatError
 from rorqual.serve.text.plane import TextPlane
 from rorqual.serve.text.text_stream import Finish
-from rorqual.serve.text.tokenizer import PromptTooLong
+from rorqual.serve.text.tokenizer import NotUnicode, PromptTooLong
 
 T = TypeVar("T")
 
@@ -60,7 +60,7 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
     async def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Ids (int32) of plain prompts; raises PromptTooLong or ValueError."""
+        """Ids (int32) of plain prompts; raises PromptTooLong or NotUnicode."""
         encode, allowed = self.text.tokenizer.encode_prompt, self.max_prompt_tokens
         return await self.off_loop(lambda: [np.array(encode(text, allowed), np.int32) for text in texts])
 
@@ -82,8 +82,8 @@ def as_api_error(error: Exception, renamed: dict[str, str] | None = None) -> Api
         return ApiError(400, f"{name}: {error}", name, "context_length_exceeded")
     if isinstance(error, ChatError):
         return ApiError(400, str(error), error.field)
-    if isinstance(error, UnicodeError):
-        return ApiError(400, "prompt: not Unicode text", "prompt")
+    if isinstance(error, NotUnicode):
+        return ApiError(400, f"prompt: {error}, allowed Unicode text", "prompt")
     return None
 
 

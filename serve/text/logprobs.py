@@ -11,8 +11,8 @@ NO_CHANCE = -9999.0
 
 
 def finite(logprob: float | None) -> float:
-    """A number that JSON can write: minus infinity (a banned token) becomes NO_CHANCE."""
-    return NO_CHANCE if logprob is None or logprob < NO_CHANCE else float(logprob)
+    """A number that JSON can write: minus infinity (a banned token) and NaN become NO_CHANCE."""
+    return float(logprob) if logprob is not None and logprob >= NO_CHANCE else NO_CHANCE
 
 
 def completion_logprobs(tokenizer: Tokenizer, tokens: Sequence[TextToken]) -> dict[str, list[Any]]:

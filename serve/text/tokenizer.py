@@ -23,6 +23,10 @@ class TokenizerError(ValueError):
     """The tokenizer files of a checkpoint are missing or not of the byte-level BPE kind."""
 
 
+class NotUnicode(ValueError):
+    """A text holds a lone surrogate, which JSON can spell but no UTF-8 text has."""
+
+
 class PromptTooLong(ValueError):
     """A prompt of at least `num_tokens` tokens where `allowed` are possible; found before it was encoded to its end."""
 
@@ -108,12 +112,12 @@ class Tokenizer:
             allowed: largest number of tokens wanted; encoding ends as soon as more are certain.
         Raises:
             PromptTooLong: more than `allowed` tokens.
-            ValueError: the text holds a lone surrogate, which no UTF-8 text has.
+            NotUnicode: the text holds a lone surrogate.
         """
         try:
             num_bytes = len(text.encode("utf-8"))
         except UnicodeEncodeError as error:
-            raise ValueError(f"lone surrogate U+{ord(text[error.start]):04X} at character {error.start}") from error
+            raise NotUnicode(f"lone surrogate U+{ord(text[error.start]):04X} at character {error.start}") from error
         if allowed is not None and self.least_tokens(num_bytes) > allowed:
             raise PromptTooLong(self.least_tokens(num_bytes), allowed)
         ids: list[int] = []

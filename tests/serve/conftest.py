@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.resources import files
 
 import pytest
-from rorqual.serve.check_request import check_request
+
 from rorqual.serve.limits import Limits
-from rorqual.serve.request import Event, Finished, SamplingParams, Token
+from rorqual.serve.request import Event, Finished, SamplingParams, Token, check_request
 from rorqual.serve.text.plane import TextPlane
 from rorqual.serve.text.tokenizer import Tokenizer
 
@@ -54,7 +54,14 @@ class ScriptedEngine:
             room = self.limits.max_context - len(prompt)
             most = room if params.max_tokens is None else params.max_tokens
             script = list(self.script(prompt, params))
-            self._rows[request_id] = {"prompt": prompt, "params": params, "sink": sink, "ids": script, "most": most, "at": 0}
+            self._rows[request_id] = {
+                "prompt": prompt,
+                "params": params,
+                "sink": sink,
+                "ids": script,
+                "most": most,
+                "at": 0,
+            }
             self._changed.notify()
         return request_id
 

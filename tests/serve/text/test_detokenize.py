@@ -1,6 +1,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from rorqual.serve.text.detokenize import Detokenizer
 from rorqual.serve.text.tokenizer import Tokenizer
 

@@ -1,6 +1,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from rorqual.serve.text.stop import StopMatcher
 
 SMALL = st.text(alphabet="ab\n", max_size=30)
