@@ -41,7 +41,7 @@ class Generation(Response):
         super().__init__(headers=dict(headers))
         self._answer = answer
         self._stream = stream
-        self._headers = dict(headers)
+        self._named = dict(headers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI entry."""
@@ -61,7 +61,7 @@ class Generation(Response):
         try:
             if not self._stream:
                 body = await self._answer.whole()
-                await JSONResponse(body, headers=self._headers)(scope, receive, send)
+                await JSONResponse(body, headers=self._named)(scope, receive, send)
                 return
             async with aclosing(self._answer.chunks()) as chunks:
                 async for chunk in chunks:
@@ -81,7 +81,7 @@ class Generation(Response):
                 await send(_piece(_event(known.body), more=False))
             else:
                 response = known.response()
-                response.headers.update(self._headers)
+                response.headers.update(self._named)
                 await response(scope, receive, send)
 
     def _start(self) -> dict[str, Any]:
@@ -89,7 +89,7 @@ class Generation(Response):
             "content-type": "text/event-stream; charset=utf-8",
             "cache-control": "no-cache",
             "x-accel-buffering": "no",
-            **self._headers,
+            **self._named,
         }
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
         return {"type": "http.response.start", "status": 200, "headers": raw}

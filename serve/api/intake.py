@@ -19,6 +19,9 @@ COPIED = (
     "min_tokens",
 )
 
+MAX_CHECKED_CHARS = 4096
+"""Of a stop string; longer ones are refused for their length."""
+
 Prompt = str | list[int]
 
 
@@ -42,12 +45,15 @@ def sampling_params(
     if "top_k" in values:
         # Clients of other engines write -1 for "off".
         chosen["top_k"] = 0 if values["top_k"] == -1 else values["top_k"]
-    stop = values.get("stop", [])
+    stated = values.get("stop", [])
+    stop = (stated,) if isinstance(stated, str) else tuple(stated)
+    if any("\ud800" <= char <= "\udfff" for text in stop for char in text[:MAX_CHECKED_CHARS]):
+        raise ApiError.bad_value("stop", "a lone surrogate", "Unicode text")
     return SamplingParams(
         **chosen,
         max_tokens=max_tokens,
         logprobs=logprobs,
-        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        stop=stop,
         stop_token_ids=tuple(values.get("stop_token_ids", ())),
         logit_bias=_logit_bias(values.get("logit_bias", {})),
     )

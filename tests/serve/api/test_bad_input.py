@@ -5,6 +5,8 @@ import json
 
 import pytest
 
+from rorqual.serve.api.fields import CHAT_FIELDS, COMPLETION_FIELDS
+
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 USER = [{"role": "user", "content": "Say hi."}]
@@ -44,6 +46,7 @@ SAMPLING = [
     ("stop", ["x"] * 1000, "1000 entries, allowed at most 16"),
     ("stop", "x" * 1_000_000, "a string of 1000000 characters, allowed 1..1024"),
     ("stop", [""], "a string of 0 characters, allowed 1..1024"),
+    ("stop", ["a\ud800"], "a lone surrogate, allowed Unicode text"),
     ("stop", [1], "a list, allowed a string or a list of strings"),
     ("stop_token_ids", [-1], "-1, allowed an integer 0..129279"),
     ("stop_token_ids", "x", "a string, allowed a list of integers"),
@@ -70,7 +73,7 @@ SAMPLING = [
 @pytest.mark.parametrize(("field", "value", "message"), SAMPLING)
 def test_sampling_values(api, path: str, field: str, value, message: str) -> None:
     prompt = {"prompt": "x"} if path == COMPLETIONS else {"messages": USER}
-    error = refusal(api.post(path, **prompt, **{field: value}))
+    error = refusal(api.raw(path, json.dumps({**prompt, field: value})))
     assert error["message"].startswith(f"{field}: {message}")
     assert error["param"] == field
     assert api.engine.prompts == []
@@ -263,3 +266,32 @@ def test_one_bad_request_leaves_the_others_alone(make_api) -> None:
     answers = asyncio.run(mixed())
     assert [r.status_code for r in answers] == [200] * 8 + [400] * 8
     assert len(api.engine.prompts) == 8
+
+
+WEIRD = [
+    None,
+    True,
+    0,
+    -1,
+    2**64,
+    1e308,
+    "",
+    "\ud800",
+    "x" * 3000,
+    [],
+    [[]],
+    [None],
+    {},
+    {"a": {"b": []}},
+    [{"role": 5}],
+]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_no_value_of_any_field_breaks_the_server(api, path: str) -> None:
+    prompt = {"prompt": "x"} if path == COMPLETIONS else {"messages": USER}
+    for name in COMPLETION_FIELDS if path == COMPLETIONS else CHAT_FIELDS:
+        for value in WEIRD:
+            response = api.raw(path, json.dumps({**prompt, "max_tokens": 1, name: value}))
+            assert response.status_code in (200, 400), (name, value, response.text)
+            assert len(response.content) < 10_000
