@@ -118,7 +118,7 @@ def _segment_tree(segment: Segment, layer: Callable[[int], Tree]) -> Tree:
         return tree
 
     units = [unit(segment.first + i * segment.unit) for i in range(segment.repeats)]
-    return units[0] if segment.repeats == 1 else stack_trees(units, "layer")
+    return units[0] if segment.repeats == 1 else stack_trees(units, "repeat")
 
 
 def by_layer(declarations: dict[str, Weight]) -> dict[str, dict[str, Weight]]:

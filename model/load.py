@@ -146,6 +146,24 @@ def abstract_params(config: ModelConfig, tree: Tree) -> Params:
     return params
 
 
+def load_params(
+    model_dir: Path, config: ModelConfig, tree: Tree, *, put: Put | None = None, progress: bool = True
+) -> Params:
+    """Read the tensors of a parameter plan from a checkpoint folder in the released layout.
+
+    `put` places a leaf on devices (None: the default device). Raises CheckpointError with the name that is wrong
+    before any tensor is read.
+    """
+    checkpoint = open_checkpoint(model_dir, declare(config), LOADED_PARTS)
+    token_map = load_token_map(model_dir, config)
+    place: Put = put or (lambda array, leaf: jnp.asarray(array))
+    total = sum(len(leaf.names) for leaf in all_leaves(tree))
+    with tqdm(total=total, desc="loading weights", unit="tensor", disable=not progress) as bar:
+        params = map_leaves(tree, lambda leaf: place(read_leaf(checkpoint, leaf, bar), leaf))
+    params["engram"]["token_map"] = token_map
+    return params
+
+
 def load_model(
     model_dir: Path,
     *,
@@ -153,22 +171,11 @@ def load_model(
     unrolled: bool | None = None,
     tile_rows: int = 0,
     expert_rows: int = 0,
-    put: Put | None = None,
     progress: bool = True,
 ) -> tuple[Params, Program]:
-    """Read a checkpoint folder in the released layout.
-
-    `put` places a leaf on devices (default: the default device). Raises ConfigError and CheckpointError with the name
-    that is wrong, before anything is read.
-    """
+    """Parameters and program of a checkpoint folder on the default device, for use without an engine."""
     config = read_config(model_dir)
-    checkpoint = open_checkpoint(model_dir, declare(config), LOADED_PARTS)
     unrolled = is_unrolled(config) if unrolled is None else unrolled
     tree = leaf_tree(config, storage or default_storage(), unrolled)
     program = build_program(config, tree, unrolled=unrolled, tile_rows=tile_rows, expert_rows=expert_rows)
-    place: Put = put or (lambda array, leaf: jnp.asarray(array))
-    total = sum(len(leaf.names) for leaf in all_leaves(tree))
-    with tqdm(total=total, desc="loading weights", unit="tensor", disable=not progress) as bar:
-        params = map_leaves(tree, lambda leaf: place(read_leaf(checkpoint, leaf, bar), leaf))
-    params["engram"]["token_map"] = load_token_map(Path(model_dir), config)
-    return params, program
+    return load_params(model_dir, config, tree, progress=progress), program

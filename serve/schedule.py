@@ -127,13 +127,8 @@ class Scheduler:
         row = self._running.get(request_id)
         return None if row is None else row.generated
 
-    def add(self, request: Request) -> None:
-        """Puts a request that passed `check_request` at the end of the waiting ones.
-
-        Raises RequestError when it could never run in these pools, ValueError when its id is in use.
-        """
-        if request.id in self._waiting or request.id in self._running:
-            raise ValueError(f"request id {request.id} is in use")
+    def check_fits(self, request: Request) -> None:
+        """Raises RequestError when the request could never run in these pools. May be called from any thread."""
         needed = num_positions(request, self.limits.max_context)
         room = self.global_pool.num_pages * self.limits.page_size
         if needed > room:
@@ -145,6 +140,15 @@ class Scheduler:
             field = next(name for name, value in off.items() if getattr(params, name) != value)
             allowed = f"{off[field]}: the engine keeps no token counts (0 penalty rows)"
             raise RequestError(field, str(getattr(params, field)), allowed)
+
+    def add(self, request: Request) -> None:
+        """Puts a request that passed `check_request` at the end of the waiting ones.
+
+        Raises RequestError when it could never run in these pools, ValueError when its id is in use.
+        """
+        if request.id in self._waiting or request.id in self._running:
+            raise ValueError(f"request id {request.id} is in use")
+        self.check_fits(request)
         self._waiting[request.id] = request
 
     def finish(

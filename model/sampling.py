@@ -1,0 +1,172 @@
+"""From logits to tokens, inside the step. What no row asks for is skipped at run time: a greedy step sorts nothing.
+
+Randomness is a function of (request seed, position) alone: neither the batch nor the step a token falls into matters.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from rorqual.model.numerics import F32
+
+NUM_ALTERNATIVES = 20  # returned beside the sampled token when any row wants log-probabilities
+
+
+class Sampling(NamedTuple):
+    """Sampling parameters by row, every array `[R, ...]`.
+
+    `temperature` 0: greedy; `top_k` 0 and `top_p` 1 and `min_p` 0: off; `seed [R, 2]` uint32 words;
+    `bias_ids`, `bias_values [R, B]` (id -1: unused); `banned [R, S]` ids that must not come now (-1: unused);
+    `counts`, `seen [R, V]` occurrences among generated and prompt tokens, zero for rows without penalties.
+    """
+
+    temperature: jax.Array
+    top_p: jax.Array
+    min_p: jax.Array
+    presence: jax.Array
+    frequency: jax.Array
+    repetition: jax.Array
+    top_k: jax.Array
+    seed: jax.Array
+    bias_ids: jax.Array
+    bias_values: jax.Array
+    banned: jax.Array
+
+
+class Sampled(NamedTuple):
+    """`token [R]` (-1: the logits held no number), `logprob [R]`, best alternatives `[R, 20]` (ids, log-probabilities).
+
+    Log-probabilities are those of the model itself, before temperature, penalties and masks; zeros when no row wants
+    them.
+    """
+
+    token: jax.Array
+    logprob: jax.Array
+    alternative_ids: jax.Array
+    alternative_logprobs: jax.Array
+
+
+def best_token(logits: jax.Array) -> jax.Array:
+    """Place of the largest of `[R, V]`, ties to the lower id -> int32 `[R]`. Two plain reductions: they vectorise."""
+    places = jnp.arange(logits.shape[1], dtype=jnp.int32)
+    is_best = logits == jnp.max(logits, 1, keepdims=True)
+    return jnp.min(jnp.where(is_best, places, logits.shape[1]), 1)
+
+
+def apply_penalties(logits: jax.Array, s: Sampling, counts: jax.Array, seen: jax.Array) -> jax.Array:
+    """Repetition (prompt and generated tokens), then frequency and presence (generated tokens)."""
+    occurred = (counts > 0) | (seen > 0)
+    repetition = s.repetition[:, None]
+    repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
+    logits = jnp.where(occurred, repeated, logits)
+    return logits - s.frequency[:, None] * counts - s.presence[:, None] * (counts > 0)
+
+
+def _apply_lists(logits: jax.Array, s: Sampling) -> jax.Array:
+    """Logit bias and banned ids. Unused entries (-1) fall outside and are dropped."""
+    rows = jnp.arange(logits.shape[0])[:, None]
+
+    def inside(ids: jax.Array) -> jax.Array:
+        return jnp.where(ids < 0, logits.shape[1], ids)
+
+    logits = logits.at[rows, inside(s.bias_ids)].add(s.bias_values, mode="drop")
+    return logits.at[rows, inside(s.banned)].set(-jnp.inf, mode="drop")
+
+
+def apply_mask(logits: jax.Array, mask: jax.Array, masked: jax.Array) -> jax.Array:
+    """`mask` uint32 `[R, ceil(V / 32)]`, a set bit allows; rows that are not `masked [R]` keep their logits."""
+    bits = (mask[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+    allowed = bits.reshape(mask.shape[0], -1)[:, : logits.shape[1]].astype(bool)
+    return jnp.where(allowed | ~masked[:, None], logits, -jnp.inf)
+
+
+def _sorted_threshold(scaled: jax.Array, s: Sampling) -> jax.Array:
+    """Smallest logit `[R, 1]` that top-k and then top-p (over what top-k left) keep; equal logits stay together."""
+    vocab = scaled.shape[1]
+    ordered = jnp.sort(scaled, 1, descending=True)
+    place = jnp.arange(vocab)
+    k = jnp.where((s.top_k <= 0) | (s.top_k > vocab), vocab, s.top_k)[:, None]
+    kth = jnp.take_along_axis(ordered, k - 1, 1)
+    probabilities = jax.nn.softmax(jnp.where(ordered >= kth, ordered, -jnp.inf), 1)
+    before = jnp.cumsum(probabilities, 1) - probabilities
+    kept = (before < s.top_p[:, None]) & (ordered >= kth) | (place == 0)
+    return jnp.min(jnp.where(kept, ordered, jnp.inf), 1, keepdims=True)
+
+
+def _filtered(scaled: jax.Array, s: Sampling) -> jax.Array:
+    """top-k, top-p and min-p on logits over temperature; the best token always stays."""
+    needs_order = (s.top_k > 0) | (s.top_p < 1)
+    threshold = lax.cond(
+        jnp.any(needs_order & (s.temperature > 0)),
+        lambda: jnp.where(needs_order[:, None], _sorted_threshold(scaled, s), -jnp.inf),
+        lambda: jnp.full((scaled.shape[0], 1), -jnp.inf),
+    )
+    best = jnp.max(scaled, 1, keepdims=True)
+    least = jnp.where(s.min_p[:, None] > 0, best + jnp.log(s.min_p)[:, None], -jnp.inf)
+    return jnp.where((scaled >= threshold) & (scaled >= least) | (scaled == best), scaled, -jnp.inf)
+
+
+def _noise(seed: jax.Array, position: jax.Array, vocab: int) -> jax.Array:
+    """Gumbel noise `[V]` of one row: a function of the request's seed (two words) and the position."""
+    key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), position)
+    return jax.random.gumbel(key, (vocab,), F32)
+
+
+def _draw(logits: jax.Array, s: Sampling, position: jax.Array) -> jax.Array:
+    """One token a row from the filtered distribution, by the Gumbel trick."""
+    scaled = logits / jnp.where(s.temperature > 0, s.temperature, 1)[:, None]
+    noise = jax.vmap(lambda seed, at: _noise(seed, at, logits.shape[1]))(s.seed, position)
+    return best_token(_filtered(scaled, s) + noise)
+
+
+def _log_probabilities(logits: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    total = jax.nn.logsumexp(logits, 1, keepdims=True)
+    values, ids = lax.top_k(logits, min(NUM_ALTERNATIVES, logits.shape[1]))
+    short = NUM_ALTERNATIVES - ids.shape[1]
+    ids = jnp.pad(ids, ((0, 0), (0, short)), constant_values=-1)
+    own = jnp.take_along_axis(logits, jnp.maximum(token, 0)[:, None], 1) - total
+    return own[:, 0], ids.astype(jnp.int32), jnp.pad(values - total, ((0, 0), (0, short)))
+
+
+def sample(
+    logits: jax.Array,
+    s: Sampling,
+    penalties: tuple[jax.Array, jax.Array, jax.Array],
+    mask: jax.Array,
+    masked: jax.Array,
+    position: jax.Array,
+    wants_logprobs: jax.Array,
+) -> Sampled:
+    """`logits [R, V]` float32 -> tokens.
+
+    `penalties`: (generated counts `[N, V]`, prompt counts `[N, V]`, row of both for each row `[R]` (-1: none));
+    `mask`, `masked`: see `apply_mask`; `position [R]` of the token being sampled; `wants_logprobs [R]` bool.
+    """
+    counts, seen, count_row = penalties
+    num_rows = logits.shape[0]
+
+    def penalised() -> jax.Array:
+        used = (count_row >= 0)[:, None]
+        row = jnp.maximum(count_row, 0)
+        return apply_penalties(logits, s, jnp.where(used, counts[row], 0), jnp.where(used, seen[row], 0))
+
+    processed = lax.cond(jnp.any(count_row >= 0), penalised, lambda: logits)
+    has_lists = jnp.any(s.bias_ids >= 0) | jnp.any(s.banned >= 0)
+    processed = lax.cond(has_lists, lambda: _apply_lists(processed, s), lambda: processed)
+    processed = lax.cond(jnp.any(masked), lambda: apply_mask(processed, mask, masked), lambda: processed)
+    drawn = lax.cond(
+        jnp.any(s.temperature > 0),
+        lambda: jnp.where(s.temperature > 0, _draw(processed, s, position), best_token(processed)),
+        lambda: best_token(processed),
+    )
+    best = jnp.max(processed, 1)
+    token = jnp.where(jnp.isfinite(best), drawn, -1)
+    nothing = (
+        jnp.zeros(num_rows, F32),
+        jnp.zeros((num_rows, NUM_ALTERNATIVES), jnp.int32),
+        jnp.zeros((num_rows, NUM_ALTERNATIVES), F32),
+    )
+    logprobs = lax.cond(jnp.any(wants_logprobs), lambda: _log_probabilities(logits, token), lambda: nothing)
+    return Sampled(token, *logprobs)
