@@ -1,5 +1,6 @@
 """Everything an engine is made of, resolved once: model, limits, memory, programs."""
 
+import json
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -104,6 +105,20 @@ def _seat_bytes(program: Program, limits: Limits) -> int:
     )
 
 
+def read_eos_ids(model_dir: Path, config: ModelConfig) -> tuple[int, ...]:
+    """EOS ids of the config and of generation_config.json, where there is one."""
+    path = model_dir / "generation_config.json"
+    more = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id", []) if path.exists() else []
+    found = [config.eos_id, *(more if isinstance(more, list) else [more])]
+    for token in found:
+        if not isinstance(token, int) or not 0 <= token < config.vocab_size:
+            raise ValueError(f"{path}: eos_token_id {token!r}, allowed 0..{config.vocab_size - 1}")
+    unique = tuple(dict.fromkeys(found))
+    if len(unique) > SPARE_STOP_IDS:
+        raise ValueError(f"{path}: {len(unique)} EOS ids, allowed at most {SPARE_STOP_IDS}")
+    return unique
+
+
 def build(model_dir: Path, options: EngineOptions) -> Built:
     """Read the config, plan the memory, compile the largest step, load the weights.
 
@@ -122,6 +137,7 @@ def build(model_dir: Path, options: EngineOptions) -> Built:
         page_size=config.window_size,
         image_token_id=config.image_token_id,
     )
+    eos_ids = read_eos_ids(model_dir, config)
     storage: Storage = default_storage() if options.weights == "auto" else options.weights
     unrolled = is_unrolled(config)
     tree = leaf_tree(config, storage, unrolled)
@@ -147,4 +163,4 @@ def build(model_dir: Path, options: EngineOptions) -> Built:
     params = load_params(model_dir, config, tree, put=put, progress=options.progress)
     assert planner.programs is not None
     sizes = planner.programs.sizes
-    return Built(options, config, limits, buckets, memory, sizes, planner.programs, params, (config.eos_id,), counter)
+    return Built(options, config, limits, buckets, memory, sizes, planner.programs, params, eos_ids, counter)
