@@ -99,35 +99,50 @@ def embed(params: Params, inputs: Inputs, config: ModelConfig) -> Hidden:
 
 
 def _segment_numbers(config: ModelConfig, segment: Segment) -> LayerNumbers:
-    """Layer and source numbers `[repeats, unit]` of a segment."""
-    layers = np.array(segment.layers, np.int32).reshape(segment.repeats, segment.unit)
-    sources = np.array([source_number(config, layer) for layer in segment.layers], np.int32)
-    return LayerNumbers(layers, sources.reshape(layers.shape))
+    """Numbers of a segment's layers, int32 `[repeats, unit]` each."""
+    shape = (segment.repeats, segment.unit)
+    layers = np.array(segment.layers, np.int32).reshape(shape)
+    sources = np.array([source_number(config, layer) for layer in segment.layers], np.int32).reshape(shape)
+    repeat, place = np.indices(shape, np.int32)
+    stack = np.where(place == 0, repeat, repeat * segment.num_followers + place - 1)
+    return LayerNumbers(layers, sources, stack)
+
+
+def layer_leaves(stacked: Any, stack: jax.Array) -> Any:
+    """One layer's leaves out of a stack. Routed experts stay whole: a tile reads just the expert it works for, where
+    a slice here would copy the experts of a layer."""
+    experts = stacked["ffn"]["experts"]
+    dense = {**stacked, "ffn": {key: value for key, value in stacked["ffn"].items() if key != "experts"}}
+
+    def one(leaf: jax.Array) -> jax.Array:
+        return leaf[0] if leaf.shape[0] == 1 else lax.dynamic_index_in_dim(leaf, stack, 0, keepdims=False)
+
+    leaves = jax.tree.map(one, dense)
+    leaves["ffn"]["experts"] = experts
+    return leaves
 
 
 def run_segment(params: Any, segment: Segment, carry: tuple, inputs: Inputs, program: Program) -> tuple:
     """`carry` = (hidden, selection, cache state) through the layers of a segment."""
     tile = program.tiles(inputs.tokens.token.shape[0])
 
-    def one_layer(carry: tuple, leaves: Any, kind: LayerKind, numbers: LayerNumbers) -> tuple:
-        block: Block = program.part(graph_name(kind), leaves)
+    def one_layer(carry: tuple, stacked: Any, kind: LayerKind, numbers: LayerNumbers) -> tuple:
+        block: Block = program.part(graph_name(kind), layer_leaves(stacked, numbers.stack))
         hidden, chosen, state = carry
         return block(hidden, chosen, state, inputs.tokens, inputs.tables, numbers, tile)
 
-    def one_unit(carry: tuple, unit: tuple[Any, LayerNumbers]) -> tuple:
-        leaves, numbers = unit
-        first = LayerNumbers(numbers.layer[0], numbers.source[0])
-        carry = one_layer(carry, leaves["leader"], segment.leader, first)
-        if segment.follower is None:
-            return carry
+    def one_unit(carry: tuple, numbers: LayerNumbers) -> tuple:
+        first, rest = (jax.tree.map(lambda n: n[part], numbers) for part in (0, slice(1, None)))
+        carry = one_layer(carry, params["leader"], segment.leader, first)
         follower = segment.follower
-        rest = LayerNumbers(numbers.layer[1:], numbers.source[1:])
-        return lax.scan(lambda c, x: (one_layer(c, x[0], follower, x[1]), None), carry, (leaves["followers"], rest))[0]
+        if follower is None:
+            return carry
+        return lax.scan(lambda c, n: (one_layer(c, params["followers"], follower, n), None), carry, rest)[0]
 
     numbers = jax.tree.map(jnp.asarray, _segment_numbers(program.config, segment))
     if segment.repeats == 1:
-        return one_unit(carry, (params, jax.tree.map(lambda n: n[0], numbers)))
-    return lax.scan(lambda c, unit: (one_unit(c, unit), None), carry, (params, numbers))[0]
+        return one_unit(carry, jax.tree.map(lambda n: n[0], numbers))
+    return lax.scan(lambda c, n: (one_unit(c, n), None), carry, numbers)[0]
 
 
 def empty_selection(total: int, config: ModelConfig) -> Selection:

@@ -109,16 +109,13 @@ def subtree(declarations: dict[str, Weight], prefix: str, storage: Storage) -> T
 
 
 def _segment_tree(segment: Segment, layer: Callable[[int], Tree]) -> Tree:
-    """{"leader": ..., "followers": ...} with stacking dims for followers and repeats."""
-
-    def unit(first: int) -> Tree:
-        tree = {"leader": layer(first)}
-        if segment.num_followers:
-            tree["followers"] = stack_trees([layer(first + 1 + i) for i in range(segment.num_followers)], "layer")
-        return tree
-
-    units = [unit(segment.first + i * segment.unit) for i in range(segment.repeats)]
-    return units[0] if segment.repeats == 1 else stack_trees(units, "repeat")
+    """{"leader": ..., "followers": ...}, each stacked over its layers in order (one layer: a stack of one)."""
+    leaders = [segment.first + i * segment.unit for i in range(segment.repeats)]
+    tree = {"leader": stack_trees([layer(number) for number in leaders], "layer")}
+    if segment.num_followers:
+        followers = [number for number in segment.layers if number not in leaders]
+        tree["followers"] = stack_trees([layer(number) for number in followers], "layer")
+    return tree
 
 
 def by_layer(declarations: dict[str, Weight]) -> dict[str, dict[str, Weight]]:

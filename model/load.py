@@ -77,9 +77,8 @@ def map_leaves(tree: Any, function: Callable[[Leaf], Any]) -> Any:
     return [map_leaves(value, function) for value in tree]
 
 
-def _one_of(tree: Any, drop: int) -> Any:
-    """Abstract leaves of one layer out of leaves with `drop` stacking dims before those of the layer itself."""
-    return map_leaves(tree, lambda leaf: jax.ShapeDtypeStruct(leaf.full_shape[drop:], memory_dtype(leaf)))
+def _abstract(tree: Any) -> Any:
+    return map_leaves(tree, lambda leaf: jax.ShapeDtypeStruct(leaf.full_shape, memory_dtype(leaf)))
 
 
 def _graph(module: nnx.Module) -> Any:
@@ -93,21 +92,20 @@ def build_program(
     layout = cache_layout(config, with_draft=False)
     parts = segments(config, unrolled)
     graphs: dict[str, Any] = {
-        "norm": _graph(RMSNorm(_one_of(tree["norm"], 0), config.norm_eps)),
-        "head": _graph(Linear(_one_of(tree["head"], 0))),
+        "norm": _graph(RMSNorm(_abstract(tree["norm"]), config.norm_eps)),
+        "head": _graph(Linear(_abstract(tree["head"]))),
     }
     if tree["engram"]["layers"]:
-        graphs["engram"] = _graph(Engram(_one_of(tree["engram"]["layers"][0], 0), config))
+        graphs["engram"] = _graph(Engram(_abstract(tree["engram"]["layers"][0]), config))
 
-    def add(kind: LayerKind, leaves: Any, drop: int) -> None:
+    def add(kind: LayerKind, leaves: Any) -> None:
         if graph_name(kind) not in graphs:
-            graphs[graph_name(kind)] = _graph(Block(_one_of(leaves, drop), config, layout, kind))
+            graphs[graph_name(kind)] = _graph(Block(_abstract(leaves), config, layout, kind))
 
     for segment, leaves in zip(parts, tree["layers"], strict=True):
-        drop = int(segment.repeats > 1)
-        add(segment.leader, leaves["leader"], drop)
+        add(segment.leader, leaves["leader"])
         if segment.follower is not None:
-            add(segment.follower, leaves["followers"], drop + 1)
+            add(segment.follower, leaves["followers"])
     return Program(config, layout, parts, tuple(graphs.items()), hash_constants(config), tile_rows, expert_rows)
 
 
@@ -141,7 +139,7 @@ def leaf_tree(config: ModelConfig, storage: Storage, unrolled: bool) -> Tree:
 
 def abstract_params(config: ModelConfig, tree: Tree) -> Params:
     """Shapes and types of the parameters, for compiling without weights."""
-    params = map_leaves(tree, lambda leaf: jax.ShapeDtypeStruct(leaf.full_shape, memory_dtype(leaf)))
+    params = _abstract(tree)
     params["engram"]["token_map"] = jax.ShapeDtypeStruct((config.vocab_size,), jnp.int32)
     return params
 

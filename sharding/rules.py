@@ -18,7 +18,7 @@ RULES: Rules = {
     "row": RANK,
     "penalty_row": RANK,
 }
-REPLICATED = frozenset({"vocab", "dim", "heads", "kv", "q_lora", "o_lora", "inter", "index_heads", "layer", "repeat"})
+REPLICATED = frozenset({"vocab", "dim", "heads", "kv", "q_lora", "o_lora", "inter", "index_heads", "layer"})
 
 
 class ShardingError(ValueError):

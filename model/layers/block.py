@@ -89,7 +89,7 @@ class Block(nnx.Module):
             num_valid, total, tile.rows, first_half, (hidden, chosen, routed, state, carry)
         )
         experts = jnp.where(tokens.valid[:, None], routed.experts, self.num_experts)
-        by_slot = self.ffn.experts(routed.x, experts, routed.weights, self._expert_tile(total, tile))
+        by_slot = self.ffn.experts(routed.x, experts, routed.weights, numbers.stack, self._expert_tile(total, tile))
 
         def second_half(start: jax.Array, hidden: Hidden) -> Hidden:
             stream, route, slots = take((hidden.stream, routed, by_slot), start, tile.rows)

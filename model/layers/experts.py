@@ -49,22 +49,26 @@ class Router(nnx.Module):
 
 
 class RoutedLinear(nnx.Module):
-    """One matrix of all experts: packed FP4 `[E, out, in/2]` with scales, or dequantised `[E, out, in]`."""
+    """One matrix of all experts of a stack of layers: packed FP4 `[layers, E, out, in/2]` with scales, or dequantised
+    `[layers, E, out, in]`."""
 
     def __init__(self, weights: Weights):
         self.weight = nnx.Param(weights["weight"])
         self.scale = nnx.Param(weights["scale"]) if "scale" in weights else None
 
-    def dense(self, expert: jax.Array) -> jax.Array:
-        """Weight `[out, in]` of one expert (traced number)."""
-        weight = jax.lax.dynamic_index_in_dim(self.weight[...], expert, 0, keepdims=False)
-        if self.scale is None:
-            return weight
-        return unpack_fp4(weight, jax.lax.dynamic_index_in_dim(self.scale[...], expert, 0, keepdims=False))
+    def dense(self, stack: jax.Array, expert: jax.Array) -> jax.Array:
+        """Weight `[out, in]` of one expert of one layer (traced numbers)."""
+        weight = _matrix(self.weight[...], stack, expert)
+        return weight if self.scale is None else unpack_fp4(weight, _matrix(self.scale[...], stack, expert))
+
+
+def _matrix(stacked: jax.Array, stack: jax.Array, expert: jax.Array) -> jax.Array:
+    start = (stack, expert, *(jnp.zeros((), jnp.int32),) * 2)
+    return jax.lax.dynamic_slice(stacked, start, (1, 1, *stacked.shape[2:])).reshape(stacked.shape[2:])
 
 
 class RoutedExperts(nnx.Module):
-    """All routed experts of a layer."""
+    """All routed experts of a stack of layers."""
 
     def __init__(self, weights: Weights, config: ModelConfig):
         self.w1 = RoutedLinear(weights["w1"])
@@ -72,13 +76,15 @@ class RoutedExperts(nnx.Module):
         self.w3 = RoutedLinear(weights["w3"])
         self.config = config
 
-    def __call__(self, x: jax.Array, experts: jax.Array, weights: jax.Array, tile: int) -> jax.Array:
-        """Tokens `[T, D]` (FP8 round-tripped), routing `[T, k]` -> results by slot, bfloat16 `[T, k, D]`."""
+    def __call__(self, x: jax.Array, experts: jax.Array, weights: jax.Array, stack: jax.Array, tile: int) -> jax.Array:
+        """Tokens `[T, D]` (FP8 round-tripped), routing `[T, k]`, place in the stack -> results by slot `[T, k, D]`."""
+        matrices = self.w1, self.w2, self.w3
 
         def of_expert(expert: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-            return self.w1.dense(expert), self.w2.dense(expert), self.w3.dense(expert)
+            w1, w2, w3 = (matrix.dense(jnp.asarray(stack, jnp.int32), expert) for matrix in matrices)
+            return w1, w2, w3
 
-        num_experts = self.w1.weight[...].shape[0]
+        num_experts = self.w1.weight[...].shape[1]
         return grouped_experts(x, experts, weights, of_expert, num_experts, tile, self.config.swiglu_limit)
 
 

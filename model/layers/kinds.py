@@ -25,10 +25,12 @@ class LayerKind:
 
 
 class LayerNumbers(NamedTuple):
-    """Numbers of a layer that its kind does not fix (traced inside a scan): the layer, and its source in its pool."""
+    """Numbers of a layer that its kind does not fix (traced inside a scan): the layer, the KV source it reads among
+    those of its ratio, and its place in the stack of weights that holds it."""
 
     layer: Any
     source: Any
+    stack: Any
 
 
 @dataclass(frozen=True)
