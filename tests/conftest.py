@@ -66,3 +66,46 @@ def tiny() -> dict[str, np.ndarray]:
 @pytest.fixture(scope="session")
 def release() -> dict[str, np.ndarray]:
     return read_safetensors(GOLDEN / "release_goldens.safetensors")
+
+
+# Engines are what tests spend their time on (each step program is compiled for about ten seconds), so they are shared.
+COMPILE_CACHE = Path(__file__).parent.parent / ".cache" / "test-programs"
+TINY_OPTIONS = {"context": 512, "max_rows": 8, "step_tokens": 64, "memory_gb": 1.0, "weights": "float32"}
+
+
+@pytest.fixture(scope="session")
+def tiny_llm(tiny_dir):
+    """golden/tiny in normal mode: steps of 16 and 64 tokens, 8 rows."""
+    from rorqual.serve import LLM
+
+    with LLM(tiny_dir, compile_cache=COMPILE_CACHE, progress=False, **TINY_OPTIONS) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="session")
+def tiled_llm(tiny_dir):
+    """golden/tiny with row tiles of 16: results do not depend on batch, bucket and chunk."""
+    from rorqual.serve import LLM
+
+    with LLM(tiny_dir, compile_cache=COMPILE_CACHE, progress=False, row_tile=16, **TINY_OPTIONS) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="session")
+def demo_dir(tmp_path_factory) -> Path:
+    """A demo checkpoint."""
+    from rorqual.model.demo import write_demo_checkpoint
+
+    folder = tmp_path_factory.mktemp("demo") / "demo"
+    write_demo_checkpoint(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def demo_llm(demo_dir):
+    """The demo model as a server would run it, smaller: 64 rows, steps of 16, 64 and 256 tokens."""
+    from rorqual.serve import LLM
+
+    options = {"context": 4096, "max_rows": 64, "step_tokens": 256, "memory_gb": 4.0}
+    with LLM(demo_dir, compile_cache=COMPILE_CACHE, progress=False, strict_compiles=True, **options) as llm:
+        yield llm
