@@ -37,15 +37,16 @@ class Program:
     segments: tuple[Segment, ...]
     graphs: tuple[tuple[str, Any], ...]
     hashes: tuple[HashConstants, ...]
-    tile_rows: int  # 0: as many as the step has
-    expert_rows: int
+    tile_rows: int  # rows of a token tile; 0: the whole step is one tile
+    expert_rows: int  # rows of an expert tile; 0: by the number of tokens
 
     def part(self, name: str, leaves: Any) -> Any:
         """The module of a part with its weights put back."""
         return nnx.merge(dict(self.graphs)[name], leaves)
 
-    def tiles(self, total: int) -> TileSizes:
-        return TileSizes(min(self.tile_rows or total, total), self.expert_rows)
+    @property
+    def tiles(self) -> TileSizes:
+        return TileSizes(self.tile_rows or None, self.expert_rows)
 
 
 class Inputs(NamedTuple):
@@ -79,14 +80,14 @@ def add_memory(params: Params, hidden: Hidden, ids: jax.Array, inputs: Inputs, p
     config = program.config
     engram: Engram = program.part("engram", params["engram"]["layers"][place])
     pad = params["engram"]["token_map"][config.engram.pad_id]
-    tile = program.tiles(ids.shape[0]).rows
+    tile = program.tiles.rows
 
     def one_tile(start: jax.Array, stream: jax.Array) -> jax.Array:
         part, lookback, image = take((stream, ids, inputs.tokens.image), start, tile)
         rows = engram.embed(ngram_rows(lookback, pad, program.hashes[place], config.engram.n_heads))
         return put(stream, engram(part, rows, ~image), start)
 
-    stream = over_tiles(jnp.sum(inputs.tokens.valid), ids.shape[0], tile, one_tile, hidden.stream)
+    stream = over_tiles(jnp.sum(inputs.tokens.valid), tile, one_tile, hidden.stream)
     return Hidden(stream, hidden.pre)
 
 
@@ -124,7 +125,7 @@ def layer_leaves(stacked: Any, stack: jax.Array) -> Any:
 
 def run_segment(params: Any, segment: Segment, carry: tuple, inputs: Inputs, program: Program) -> tuple:
     """`carry` = (hidden, selection, cache state) through the layers of a segment."""
-    tile = program.tiles(inputs.tokens.token.shape[0])
+    tile = program.tiles
 
     def one_layer(carry: tuple, stacked: Any, kind: LayerKind, numbers: LayerNumbers) -> tuple:
         block: Block = program.part(graph_name(kind), layer_leaves(stacked, numbers.stack))
@@ -166,16 +167,16 @@ def backbone(params: Params, state: CacheState, inputs: Inputs, program: Program
     return carry[0], carry[2]
 
 
-def logits(params: Params, hidden: Hidden, program: Program) -> jax.Array:
-    """Stream and last pre-mix of `n` rows -> float32 logits `[n, vocab]`; tiles as everywhere."""
+def logits(params: Params, hidden: Hidden, num_rows: jax.Array, program: Program) -> jax.Array:
+    """Stream and last pre-mix of n rows, the first `num_rows` of them real -> float32 logits `[n, vocab]`."""
     norm: RMSNorm = program.part("norm", params["norm"])
     head: Linear = program.part("head", params["head"])
     total = hidden.pre.shape[0]
-    tile = program.tiles(total).rows
+    tile = program.tiles.rows
 
     def one_tile(start: jax.Array, result: jax.Array) -> jax.Array:
         part = take(hidden, start, tile)
         return put(result, head.wide(norm(narrow(part.stream, part.pre))), start)
 
     empty = jnp.zeros((total, program.config.vocab_size), F32)
-    return over_tiles(jnp.asarray(total), total, tile, one_tile, empty)
+    return over_tiles(num_rows, tile, one_tile, empty)

@@ -48,6 +48,16 @@ class Sampled(NamedTuple):
     alternative_logprobs: jax.Array
 
 
+def nothing_sampled(num_rows: int) -> Sampled:
+    """The output of rows without a token."""
+    return Sampled(
+        jnp.full(num_rows, -1, jnp.int32),
+        jnp.zeros(num_rows, F32),
+        jnp.zeros((num_rows, NUM_ALTERNATIVES), jnp.int32),
+        jnp.zeros((num_rows, NUM_ALTERNATIVES), F32),
+    )
+
+
 def best_token(logits: jax.Array) -> jax.Array:
     """Place of the largest of `[R, V]`, ties to the lower id -> int32 `[R]`. Two plain reductions: they vectorise."""
     places = jnp.arange(logits.shape[1], dtype=jnp.int32)
@@ -145,7 +155,6 @@ def sample(
     `mask`, `masked`: see `apply_mask`; `position [R]` of the token being sampled; `wants_logprobs [R]` bool.
     """
     counts, seen, count_row = penalties
-    num_rows = logits.shape[0]
 
     def penalised() -> jax.Array:
         used = (count_row >= 0)[:, None]
@@ -163,10 +172,9 @@ def sample(
     )
     best = jnp.max(processed, 1)
     token = jnp.where(jnp.isfinite(best), drawn, -1)
-    nothing = (
-        jnp.zeros(num_rows, F32),
-        jnp.zeros((num_rows, NUM_ALTERNATIVES), jnp.int32),
-        jnp.zeros((num_rows, NUM_ALTERNATIVES), F32),
+    nothing = nothing_sampled(logits.shape[0])
+    return lax.cond(
+        jnp.any(wants_logprobs),
+        lambda: Sampled(token, *_log_probabilities(logits, token)),
+        lambda: nothing._replace(token=token),
     )
-    logprobs = lax.cond(jnp.any(wants_logprobs), lambda: _log_probabilities(logits, token), lambda: nothing)
-    return Sampled(token, *logprobs)

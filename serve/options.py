@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from rorqual.serve.buckets import ROUNDING
 from rorqual.serve.limits import Limits
 
 StorageChoice = Literal["auto", "packed", "bfloat16", "float32"]
@@ -35,9 +36,8 @@ class EngineOptions:
         _at_least("context", self.context, 2)
         _at_least("max_rows", self.max_rows, 1)
         _at_least("step_tokens", self.step_tokens, self.max_rows, "max_rows")
-        _at_least("row_tile", self.row_tile, 0)
-        if self.row_tile and self.row_tile % 16:
-            raise OptionError(f"row_tile: {self.row_tile}, allowed 0 or a multiple of 16")
+        if self.row_tile not in (0, ROUNDING):  # a tile divides every step size
+            raise OptionError(f"row_tile: {self.row_tile}, allowed 0 or {ROUNDING}")
         if self.weights not in STORAGES:
             raise OptionError(f"weights: {self.weights!r}, allowed {', '.join(STORAGES)}")
         if not 0 < self.memory_share <= 1:

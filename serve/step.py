@@ -16,7 +16,8 @@ from jax.sharding import Mesh, PartitionSpec
 from rorqual.model.forward import Inputs, Params, Program, backbone, logits
 from rorqual.model.layers.block import Hidden
 from rorqual.model.layers.context import CacheState, Tables, Tokens
-from rorqual.model.sampling import Sampled, Sampling, sample
+from rorqual.model.layers.tiles import over_tiles, put, take
+from rorqual.model.sampling import Sampled, Sampling, nothing_sampled, sample
 from rorqual.serve.state import Seats, State
 from rorqual.serve.step_input import (
     COUNT,
@@ -152,6 +153,23 @@ def _sampling(seats: Seats, rows: Rows) -> tuple[Sampling, jax.Array, jax.Array]
     return sampling, penalty_row, rows.samples & (column("wants_logprobs") > 0)
 
 
+def _sample_rows(
+    row_logits: jax.Array, mask: jax.Array, rows: Rows, num_rows: jax.Array, state: State, program: Program
+) -> Sampled:
+    """A token for every row, `num_rows` of them in use; sums over the vocabulary run over row tiles like all others."""
+    sampling, penalty_row, wants_logprobs = _sampling(state.seats, rows)
+    masked = rows.masked & rows.samples
+    inputs = (row_logits, sampling, penalty_row, mask, masked, rows.start + rows.count, wants_logprobs)
+    tile = program.tiles.rows
+
+    def one_tile(start: jax.Array, sampled: Sampled) -> Sampled:
+        scores, params, count_row, mask, masked, position, wanted = take(inputs, start, tile)
+        counted = state.counts, state.seen, count_row
+        return put(sampled, sample(scores, params, counted, mask, masked, position, wanted), start)
+
+    return over_tiles(num_rows, tile, one_tile, nothing_sampled(row_logits.shape[0]))
+
+
 def _count_tokens(state: State, tokens: Tokens) -> State:
     """Count the fed tokens of rows with penalties, prompt and generated ones apart."""
     params = state.seats.params
@@ -208,19 +226,11 @@ def rank_step(params: Params, state: State, batch: StepInput, config: StepConfig
 
     state = _count_tokens(state._replace(seats=seats), tokens)
     last = jnp.clip(rows.first + rows.count - 1, 0, shape.num_tokens - 1)
-    row_logits = logits(params, Hidden(hidden.stream[last], hidden.pre[last]), program)
-    sampling, penalty_row, wants_logprobs = _sampling(seats, rows)
-    sampled = sample(
-        row_logits,
-        sampling,
-        (state.counts, state.seen, penalty_row),
-        mask,
-        rows.masked & rows.samples,
-        rows.start + rows.count,
-        wants_logprobs,
-    )
+    num_rows = jnp.sum(rows.count > 0)
+    row_logits = logits(params, Hidden(hidden.stream[last], hidden.pre[last]), num_rows, program)
+    sampled = _sample_rows(row_logits, mask, rows, num_rows, state, program)
     seats = _advance(seats, rows, tokens, cache.pairs, sampled.token)
-    every_logit = logits(params, hidden, program)[None] if config.score else None
+    every_logit = logits(params, hidden, jnp.sum(rows.count), program)[None] if config.score else None
     return state._replace(pools=cache.pools, seats=seats), StepOutput(_pack_output(sampled)[None], every_logit)
 
 

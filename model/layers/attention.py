@@ -141,7 +141,6 @@ class Attention(nnx.Module):
         chosen: Selection,
     ) -> tuple[jax.Array, Selection]:
         """Selection and attention, a few queries at a time: what they gather is larger than what they are given."""
-        count = x.shape[0]
         inputs = (x, projected, tokens)
 
         def one_tile(start: jax.Array, carry: tuple) -> tuple:
@@ -154,7 +153,7 @@ class Attention(nnx.Module):
             return put(heads, result, start), put(chosen, picked, start)
 
         heads = jnp.zeros(projected.q.shape, BF16)
-        return over_tiles(jnp.sum(tokens.valid), count, QUERY_TILE, one_tile, (heads, chosen))
+        return over_tiles(jnp.sum(tokens.valid), QUERY_TILE, one_tile, (heads, chosen))
 
     def _select(
         self,

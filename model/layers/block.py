@@ -86,7 +86,7 @@ class Block(nnx.Module):
             return put(hidden, mid, start), put(chosen, picked, start), put(routed, route, start), state, pair
 
         hidden, chosen, routed, state, _ = over_tiles(
-            num_valid, total, tile.rows, first_half, (hidden, chosen, routed, state, carry)
+            num_valid, tile.rows, first_half, (hidden, chosen, routed, state, carry)
         )
         experts = jnp.where(tokens.valid[:, None], routed.experts, self.num_experts)
         by_slot = self.ffn.experts(routed.x, experts, routed.weights, numbers.stack, self._expert_tile(total, tile))
@@ -96,7 +96,7 @@ class Block(nnx.Module):
             y = self.ffn.combine(route.x, slots)
             return put(hidden, Hidden(widen(y, stream, route.mixes), route.mixes.pre), start)
 
-        return over_tiles(num_valid, total, tile.rows, second_half, hidden), chosen, state
+        return over_tiles(num_valid, tile.rows, second_half, hidden), chosen, state
 
     @property
     def num_experts(self) -> int:
@@ -145,7 +145,7 @@ class Block(nnx.Module):
 
 
 class TileSizes(NamedTuple):
-    """Rows of a token tile and of an expert tile (0: chosen by the number of tokens, for speed)."""
+    """Rows of a token tile (None: the whole step is one) and of an expert tile (0: chosen by the number of tokens)."""
 
-    rows: int
+    rows: int | None
     expert_rows: int
