@@ -15,7 +15,7 @@ from rorqual.model.forward import Params, Program
 from rorqual.model.leaves import Leaf, Tree
 from rorqual.model.load import map_leaves
 from rorqual.serve.buckets import Buckets
-from rorqual.serve.compiles import compile_counter
+from rorqual.serve.compiles import counting
 from rorqual.serve.state import State, StateSizes, abstract_state, fill_seats, state_axes
 from rorqual.serve.step import StepConfig, StepInput, step
 from rorqual.serve.step_input import FILL_SEATS, StepShape
@@ -78,9 +78,10 @@ class Programs:
         key = (bucket, score)
         if key not in self._steps:
             started = time.monotonic()
-            with compile_counter().expected():
+            with counting(None):
                 self._steps[key] = self.lower_step(bucket, score).compile()
-            log.info("step of %d tokens%s compiled in %.1f s", *key, time.monotonic() - started)
+            kind = "scoring step" if score else "step"
+            log.info("%s of %d tokens compiled in %.1f s", kind, bucket, time.monotonic() - started)
         return self._steps[key]
 
     @property
@@ -89,7 +90,7 @@ class Programs:
         if self._fill is None:
             body = jax.jit(partial(fill_seats, shape=self.sizes.fill), donate_argnums=0)
             rows = jax.ShapeDtypeStruct((FILL_SEATS, self.sizes.fill.length), jnp.int32)
-            with compile_counter().expected():
+            with counting(None):
                 self._fill = body.lower(self.abstract_state, rows).compile()
         return self._fill
 
