@@ -13,7 +13,7 @@ from rorqual.model.declarations import Weight
 from rorqual.model.layers.kinds import Segment
 
 Storage = Literal["packed", "bfloat16", "float32"]
-ITEM_BYTES = {"uint8": 1, "bfloat16": 2, "float32": 4}
+ITEM_BYTES = {"uint8": 1, "uint16": 2, "bfloat16": 2, "float32": 4}
 KEPT_BF16 = ("embed.weight",)  # looked up, never multiplied
 
 
@@ -76,7 +76,10 @@ def _leaf(weight: Weight, storage: Storage) -> Leaf | None:
     if weight.dtype == "F8_E8M0":
         return None
     if weight.dtype == "I8":
-        return make(storage, "fp4", (weight.shape[0], weight.shape[1] * 2))
+        # bf16 numbers of experts travel as their bits: XLA would widen a whole stack of bf16 ahead of the loop over
+        # tiles (CPU, jax 0.10.2), and integers it leaves alone.
+        bits = "uint16" if storage == "bfloat16" else storage
+        return make(bits, "fp4", (weight.shape[0], weight.shape[1] * 2))
     return make(storage, "fp8", weight.shape)
 
 

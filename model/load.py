@@ -48,12 +48,14 @@ def memory_dtype(leaf: Leaf) -> np.dtype:
 
 
 def _read_tensor(checkpoint: Checkpoint, name: str, leaf: Leaf) -> np.ndarray:
-    stored = checkpoint.read(name)
+    stored, dtype = checkpoint.read(name), memory_dtype(leaf)
     if leaf.form == "stored":
-        return stored.astype(memory_dtype(leaf), copy=False)
+        return stored.astype(dtype, copy=False)
     scale = checkpoint.read(name.removesuffix(".weight") + ".scale")
     decode = number_formats.dequantise_fp8_tiles if leaf.form == "fp8" else number_formats.dequantise_fp4_rows
-    return decode(stored, scale, memory_dtype(leaf))
+    if leaf.dtype == "uint16":
+        return decode(stored, scale, jnp.dtype(jnp.bfloat16)).view(np.uint16)
+    return decode(stored, scale, dtype)
 
 
 def read_leaf(checkpoint: Checkpoint, leaf: Leaf, progress: tqdm) -> np.ndarray:

@@ -180,22 +180,27 @@ def sample(
     `mask`, `masked`: see `apply_mask`; `position [R]` of the token being sampled; `wants_logprobs [R]` bool.
     """
     counts, seen, count_row = penalties
+    has_lists = jnp.any(s.bias_ids >= 0) | jnp.any(s.banned >= 0)
 
     def penalised() -> jax.Array:
         used = (count_row >= 0)[:, None]
         row = jnp.maximum(count_row, 0)
         return apply_penalties(logits, s, jnp.where(used, counts[row], 0), jnp.where(used, seen[row], 0))
 
-    processed = lax.cond(jnp.any(count_row >= 0), penalised, lambda: logits)
-    has_lists = jnp.any(s.bias_ids >= 0) | jnp.any(s.banned >= 0)
-    processed = lax.cond(has_lists, lambda: _apply_lists(processed, s), lambda: processed)
-    processed = lax.cond(jnp.any(masked), lambda: apply_mask(processed, mask, masked), lambda: processed)
-    drawn = lax.cond(
-        jnp.any(s.temperature > 0),
-        lambda: jnp.where(s.temperature > 0, _draw(processed, s, position), best_token(processed)),
-        lambda: best_token(processed),
-    )
-    best = jnp.max(processed, 1)
+    def chosen() -> tuple[jax.Array, jax.Array]:
+        processed = lax.cond(jnp.any(count_row >= 0), penalised, lambda: logits)
+        processed = lax.cond(has_lists, lambda: _apply_lists(processed, s), lambda: processed)
+        processed = lax.cond(jnp.any(masked), lambda: apply_mask(processed, mask, masked), lambda: processed)
+        greedy = best_token(processed)
+        draws = s.temperature > 0
+        drawn = lax.cond(
+            jnp.any(draws), lambda: jnp.where(draws, _draw(processed, s, position), greedy), lambda: greedy
+        )
+        return drawn, jnp.max(processed, 1)
+
+    # One way past all of it, since every condition above hands on a copy of the logits.
+    plain = ~(jnp.any(count_row >= 0) | has_lists | jnp.any(masked) | jnp.any(s.temperature > 0))
+    drawn, best = lax.cond(plain, lambda: (best_token(logits), jnp.max(logits, 1)), chosen)
     token = jnp.where(jnp.isfinite(best), drawn, -1)
     nothing = nothing_sampled(logits.shape[0])
     return lax.cond(

@@ -23,7 +23,7 @@ from rorqual.model.numerics import BF16, bf16, dot
 from rorqual.model.quantise import fp8_roundtrip
 from rorqual.model.rope import angles, layer_frequencies, rotate
 
-QUERY_TILE = 16
+QUERY_TILE, FEW_QUERIES = 16, 4  # queries at a time: in a step or tile of many rows, and in one of few
 
 
 class Projected(NamedTuple):
@@ -142,18 +142,19 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, Selection]:
         """Selection and attention, a few queries at a time: what they gather is larger than what they are given."""
         inputs = (x, projected, tokens)
+        queries = FEW_QUERIES if x.shape[0] <= QUERY_TILE else QUERY_TILE
 
         def one_tile(start: jax.Array, carry: tuple) -> tuple:
             heads, chosen = carry
-            x, projected, tokens = take(inputs, start, QUERY_TILE)
-            picked = take(chosen, start, QUERY_TILE)
+            x, projected, tokens = take(inputs, start, queries)
+            picked = take(chosen, start, queries)
             if self.indexer is not None:
                 picked = self._select(x, projected.qr, tokens, pools, tables, numbers, picked)
             result = self._attend(projected.q, tokens, pools, tables, numbers, picked)
             return put(heads, result, start), put(chosen, picked, start)
 
         heads = jnp.zeros(projected.q.shape, BF16)
-        return over_tiles(jnp.sum(tokens.valid), QUERY_TILE, one_tile, (heads, chosen))
+        return over_tiles(jnp.sum(tokens.valid), queries, one_tile, (heads, chosen))
 
     def _select(
         self,

@@ -7,7 +7,7 @@ from flax import nnx
 from rorqual.model.config import ModelConfig
 from rorqual.model.kernels.grouped_experts.reference import grouped_experts, swiglu
 from rorqual.model.layers.linear import Fp8Linear, Weights, unpack_fp4
-from rorqual.model.numerics import F32, bf16, dot
+from rorqual.model.numerics import BF16, F32, bf16, dot
 from rorqual.model.quantise import fp8_roundtrip
 
 MAX_EXPERT_TILE = 64
@@ -50,7 +50,7 @@ class Router(nnx.Module):
 
 class RoutedLinear(nnx.Module):
     """One matrix of all experts of a stack of layers: packed FP4 `[layers, E, out, in/2]` with scales, or dequantised
-    `[layers, E, out, in]`."""
+    `[layers, E, out, in]`, float32 or the bits of bfloat16."""
 
     def __init__(self, weights: Weights):
         self.weight = nnx.Param(weights["weight"])
@@ -59,12 +59,16 @@ class RoutedLinear(nnx.Module):
     def dense(self, stack: jax.Array, expert: jax.Array) -> jax.Array:
         """Weight `[out, in]` of one expert of one layer (traced numbers)."""
         weight = _matrix(self.weight[...], stack, expert)
-        return weight if self.scale is None else unpack_fp4(weight, _matrix(self.scale[...], stack, expert))
+        if self.scale is not None:
+            return unpack_fp4(weight, _matrix(self.scale[...], stack, expert))
+        return jax.lax.bitcast_convert_type(weight, BF16) if weight.dtype == jnp.uint16 else weight
 
 
 def _matrix(stacked: jax.Array, stack: jax.Array, expert: jax.Array) -> jax.Array:
-    start = (stack, expert, *(jnp.zeros((), jnp.int32),) * 2)
-    return jax.lax.dynamic_slice(stacked, start, (1, 1, *stacked.shape[2:])).reshape(stacked.shape[2:])
+    """One `[out, in]` of `[layers, E, out, in]`."""
+    zero = jnp.zeros((), jnp.int32)
+    matrix = jax.lax.dynamic_slice(stacked, (stack, expert, zero, zero), (1, 1, *stacked.shape[2:]))
+    return matrix.reshape(stacked.shape[2:])
 
 
 class RoutedExperts(nnx.Module):

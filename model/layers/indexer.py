@@ -25,7 +25,7 @@ from rorqual.model.numerics import F32, bf16
 from rorqual.model.quantise import fp4_key_roundtrip
 from rorqual.model.rope import rotate
 
-GROUP_CHUNK = 1024
+GROUP_CHUNK = 512
 
 
 class Query(NamedTuple):
