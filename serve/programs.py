@@ -59,11 +59,11 @@ class Programs:
         """Sizes of the step of a bucket."""
         return StepShape(bucket, self.buckets.rows(bucket), self._program.layout.page_size)
 
-    def lower_step(self, bucket: int, score: bool = False) -> Any:
-        """The step of a bucket, traced and lowered from shapes."""
+    def trace_step(self, bucket: int, score: bool = False) -> Any:
+        """The step of a bucket, traced from shapes."""
         shape = self.shape(bucket)
         config = StepConfig(self._program, shape, self.mesh, self._params_specs, self._state_specs, score)
-        return step.lower(self._params, self.abstract_state, self._abstract_input(shape), config=config)
+        return step.trace(self._params, self.abstract_state, self._abstract_input(shape), config=config)
 
     def _abstract_input(self, shape: StepShape) -> StepInput:
         ranks = self.mesh.devices.size
@@ -79,7 +79,7 @@ class Programs:
         if key not in self._steps:
             started = time.monotonic()
             with counting(None):
-                self._steps[key] = self.lower_step(bucket, score).compile()
+                self._steps[key] = self.trace_step(bucket, score).lower().compile()
             kind = "scoring step" if score else "step"
             log.info("%s of %d tokens compiled in %.1f s", kind, bucket, time.monotonic() - started)
         return self._steps[key]
