@@ -9,7 +9,13 @@ from typing import Annotated, Any
 
 import typer
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, help="DeepSeek-V4.1-Flash on JAX.", rich_markup_mode=None)
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    help="DeepSeek-V4.1-Flash on JAX.",
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,  # a failure is read in a log, where boxes around its lines are in the way
+)
 
 Model = Annotated[Path, typer.Argument(help="checkpoint folder in the released layout", show_default=False)]
 Config = Annotated[
@@ -101,7 +107,7 @@ def serve(
     with llm:
         info = ServerInfo(tuple(name) if name else (model.resolve().name,))
         served = create_app(llm.engine, llm.text, info)
-        logging.getLogger("rorqual").info("serving %s on http://%s:%d", info.model_names[0], host, port)
+        logging.getLogger("rorqual").info("serving the model as %s", ", ".join(info.model_names))
         run_server(served, host, port, drain_timeout_s=drain_timeout, log_level=log_level)
 
 

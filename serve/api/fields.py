@@ -4,6 +4,7 @@ The rule: a field that would change the answer is honoured or refused by name; a
 in the log and in a response header, because gateways add fields of their own.
 """
 
+import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -183,10 +184,10 @@ class FieldCheck:
                 ignored.append(name)
             elif isinstance(rule, OnlyDefault) and not rule.accepts(value):
                 allowed = " or ".join(["null", *map(_json, rule.values)])
-                raise ApiError(400, f"{name}: not supported with this value, allowed {allowed}", name)
+                raise ApiError(400, f"{name}: {_shown(value)} is not supported, allowed {allowed}", name)
             elif isinstance(rule, Honoured) and value is not None:
                 if not rule.fits(value):
-                    raise ApiError.bad_value(name, _json_type(value), rule.kind)
+                    raise ApiError.bad_value(name, json_type(value), rule.kind)
                 values[name] = value
         return values, self._report(ignored)
 
@@ -204,8 +205,15 @@ def _json(value: Any) -> str:
     return texts[value] if isinstance(value, bool) else repr(value).replace("'", '"')
 
 
-def _json_type(value: Any) -> str:
+def _shown(value: Any) -> str:
+    """A number or short text as JSON writes it, anything else by its type."""
+    short = isinstance(value, int | float) or (isinstance(value, str) and len(value) <= MAX_NAME_CHARS)
+    return json.dumps(value)[: 2 * MAX_NAME_CHARS] if short else json_type(value)
+
+
+def json_type(value: Any) -> str:
+    """A JSON value's type in words."""
     if isinstance(value, bool):
         return "a boolean"
     names = {str: "a string", int: "an integer", float: "a number", list: "a list", dict: "an object"}
-    return names[type(value)]
+    return names.get(type(value), "null")

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rorqual.serve.api.errors import ApiError
+from rorqual.serve.api.fields import json_type
 from rorqual.serve.limits import Limits
 from rorqual.serve.request import SamplingParams
 
@@ -98,15 +99,15 @@ def completion_prompts(value: Any, max_prompts: int) -> list[Prompt]:
     if isinstance(value, str):
         value = [value]
     if not isinstance(value, list) or not value:
-        found = "an empty list" if isinstance(value, list) else "missing" if value is None else type(value).__name__
+        found = "an empty list" if isinstance(value, list) else "missing" if value is None else json_type(value)
         raise ApiError.bad_value("prompt", found, "a text or a list of 1 element and more")
     kinds = {type(item) for item in value}
     if kinds == {int}:
         return [value]
     if kinds not in ({str}, {list}):
-        names = ", ".join(sorted(kind.__name__ for kind in kinds))
+        names = sorted({json_type(item) for item in value})
         allowed = "a list of only texts, only token ids or only lists of ids"
-        raise ApiError.bad_value("prompt", f"a list of {names}", allowed)
+        raise ApiError.bad_value("prompt", f"a list with {' and '.join(names)} in it", allowed)
     if len(value) > max_prompts:
         raise ApiError.bad_value("prompt", f"{len(value)} prompts", f"1 to {max_prompts} prompts")
     for item in value:

@@ -40,6 +40,8 @@ async def _read(request: Request, max_bytes: int) -> bytes:
 
 def parse_object(data: bytes) -> dict[str, Any]:
     """Strict JSON object from UTF-8 bytes; raises ApiError(400) otherwise."""
+    if not data:
+        raise ApiError(400, "body: empty, allowed a JSON object")
     try:
         body = json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
     except UnicodeDecodeError as error:

@@ -95,7 +95,7 @@ class ChatFormat:
         except (ValueError, OverflowError) as error:
             raise ChatError("messages", str(error)) from error
         if rendered.image_sources:
-            raise ChatError("messages", f"{len(rendered.image_sources)} images, allowed 0: images are not supported")
+            raise ChatError("messages", f"images are not supported: {len(rendered.image_sources)} of them, allowed 0")
         return ChatPrompt(request, self._encode(rendered, allowed))
 
     def processor(self, prompt: ChatPrompt, answer_id: str, model: str, stop: tuple[str, ...]) -> Any:
