@@ -34,9 +34,8 @@ def _job(line: str, number: int) -> Job:
     prompt = values.pop("prompt")
     unknown = sorted(set(values) - PARAM_NAMES)
     if unknown:
-        return Job(
-            "", {}, f"line {number}: unknown fields {', '.join(unknown)}, allowed {', '.join(sorted(PARAM_NAMES))}"
-        )
+        names = ", ".join(map(repr, unknown))
+        return Job("", {}, f"line {number}: unknown fields {names}, allowed {', '.join(sorted(PARAM_NAMES))}")
     if isinstance(values.get("logit_bias"), dict):
         try:
             values["logit_bias"] = {int(token): value for token, value in values["logit_bias"].items()}
@@ -47,7 +46,7 @@ def _job(line: str, number: int) -> Job:
 
 def read_jobs(path: Path) -> list[Job]:
     """Jobs of a file of JSON lines; empty lines are skipped, a bad line becomes an answer with an error."""
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = path.read_text(encoding="utf-8").split("\n")  # a JSON string may hold the other line ends
     return [_job(line, number) for number, line in enumerate(lines, 1) if line.strip()]
 
 
@@ -90,10 +89,9 @@ def write_answers(
     llm: LLM, jobs: Sequence[Job], stated: Mapping[str, Any], output: Path | None, json_lines: bool
 ) -> None:
     """Run the jobs and write one line of JSON, or the plain text, for each."""
-    answers = run_jobs(llm, jobs, stated)
     target = nullcontext(sys.stdout) if output is None else output.open("w", encoding="utf-8")
-    with target as file:
-        for answer in answers:
+    with target as file:  # opened first: what cannot be written should be known before hours of work
+        for answer in run_jobs(llm, jobs, stated):
             _write(file, answer, json_lines)
 
 

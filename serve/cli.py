@@ -47,8 +47,6 @@ def _options(config: Path | None, **flags: Any) -> dict[str, Any]:
         for name in values:
             if name not in known:
                 raise OptionError(f"{config}: {name!r}, allowed {', '.join(sorted(known))}")
-        if isinstance(values.get("compile_cache"), str):
-            values["compile_cache"] = Path(values["compile_cache"])
     return values | {name: value for name, value in flags.items() if value is not None}
 
 
@@ -122,9 +120,9 @@ def generate(
     output: Annotated[Path | None, typer.Option(help="JSON lines of answers; default: standard output")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="tokens to generate at most")] = None,
     temperature: Annotated[float | None, typer.Option(help="0: greedy")] = None,
-    top_p: Annotated[float | None, typer.Option()] = None,
-    top_k: Annotated[int | None, typer.Option()] = None,
-    seed: Annotated[int | None, typer.Option()] = None,
+    top_p: Annotated[float | None, typer.Option(help="draw from the best tokens that have this probability")] = None,
+    top_k: Annotated[int | None, typer.Option(help="draw from so many best tokens; 0: from all")] = None,
+    seed: Annotated[int | None, typer.Option(help="same seed, same draws; default: drawn anew")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="stop string; repeat for several")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="answers as JSON with token ids")] = False,
     context: Context = None,

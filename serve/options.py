@@ -46,6 +46,11 @@ class EngineOptions:
             raise OptionError(f"memory_gb: {self.memory_gb}, allowed above 0")
         if not self.stall_timeout_s > 0:
             raise OptionError(f"stall_timeout_s: {self.stall_timeout_s}, allowed above 0")
+        for name in ("warm_up", "strict_compiles", "progress"):
+            if not isinstance(getattr(self, name), bool):
+                raise OptionError(f"{name}: {getattr(self, name)!r}, allowed true or false")
+        if not isinstance(self.compile_cache, str | Path | None):
+            raise OptionError(f"compile_cache: {self.compile_cache!r}, allowed the path of a folder")
 
 
 def _at_least(name: str, value: Any, least: int, why: str = "") -> None:
