@@ -4,7 +4,7 @@ A row's place is a *slot*: `page * rows_per_page + place in the page`. All funct
 return it; inside the step the pool is donated, so an update is in place.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ class Pools(NamedTuple):
 
 
 def _row_pool(owners: int, num_rows: int, row: RowLayout) -> RowPool:
-    def words(per_row: int) -> jax.ShapeDtypeStruct:
+    def words(per_row: int) -> Any:
         return jax.ShapeDtypeStruct((owners, lines_for(num_rows, per_row), LINE_WORDS), WORD)
 
     return RowPool(words(row.data_words), words(row.scale_words))

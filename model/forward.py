@@ -133,7 +133,7 @@ def run_segment(params: Any, segment: Segment, carry: tuple, inputs: Inputs, pro
         return block(hidden, chosen, state, inputs.tokens, inputs.tables, numbers, tile)
 
     def one_unit(carry: tuple, numbers: LayerNumbers) -> tuple:
-        first, rest = (jax.tree.map(lambda n: n[part], numbers) for part in (0, slice(1, None)))
+        first, rest = jax.tree.map(lambda n: n[0], numbers), jax.tree.map(lambda n: n[1:], numbers)
         carry = one_layer(carry, params["leader"], segment.leader, first)
         follower = segment.follower
         if follower is None:

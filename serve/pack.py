@@ -64,11 +64,11 @@ def fill_row(admission: Admission, seed: int, shape: FillShape) -> np.ndarray:
     row[0] = admission.seat
     row[1 : shape.stop_at] = [
         params.top_k,
-        np.uint32(seed & 0xFFFFFFFF).astype(np.int32),
-        np.uint32(seed >> 32).astype(np.int32),
+        int(np.uint32(seed & 0xFFFFFFFF).astype(np.int32)),
+        int(np.uint32(seed >> 32).astype(np.int32)),
         params.min_tokens,
         len(request.prompt),
-        params.logprobs is not None,
+        int(params.logprobs is not None),
         admission.penalty_row,
     ]
     stops = sorted(request.stop_ids)

@@ -101,11 +101,12 @@ def abstract_state(program: Program, sizes: StateSizes) -> State:
 def state_axes(state: State) -> State:
     """Logical axes of every array of the state, as a tree of tuples."""
     by_seat = jax.tree.map(lambda x: ("seat", *(None,) * (len(x.shape) - 1)), state.seats)
+    counts: Any = ("penalty_row", None)
     return State(
         jax.tree.map(lambda _: (None, "line", None), state.pools),
         by_seat._replace(pairs=(None, "seat", None, None)),
-        ("penalty_row", None),
-        ("penalty_row", None),
+        counts,
+        counts,
     )
 
 

@@ -6,7 +6,7 @@ seats, run the backbone over pages, sample, remember what the next step needs.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +66,7 @@ class Rows(NamedTuple):
     """Rows of the step, every array `[R]`: unused rows have count 0 and a seat beyond the last."""
 
     seat: jax.Array
-    count: jax.Array
+    count: jax.Array  # type: ignore[assignment]  # hides tuple.count, which nobody needs here
     start: jax.Array
     from_seat: jax.Array
     samples: jax.Array
@@ -239,7 +239,7 @@ def step(params: Params, state: State, batch: StepInput, *, config: StepConfig) 
     """Advance every row by its new tokens: (params, state, batch) -> (state, StepOutput)."""
     params_specs = jax.tree.unflatten(jax.tree.structure(params), config.params_specs)
     state_specs = jax.tree.unflatten(jax.tree.structure(state), config.state_specs)
-    by_rank = PartitionSpec(RANK)
+    by_rank: Any = PartitionSpec(RANK)
     output_specs = StepOutput(by_rank, by_rank if config.score else None)
     body = jax.shard_map(
         partial(rank_step, config=config),

@@ -59,8 +59,8 @@ class Block(nnx.Module):
         self.ffn = Experts(weights["ffn"], config)
         self.attn_norm = RMSNorm(weights["attn_norm"], config.norm_eps)
         self.ffn_norm = RMSNorm(weights["ffn_norm"], config.norm_eps)
-        self.hc_attn = HyperConnection(*(weights["hc_attn"][part] for part in ("fn", "base", "scale")), config)
-        self.hc_ffn = HyperConnection(*(weights["hc_ffn"][part] for part in ("fn", "base", "scale")), config)
+        self.hc_attn = HyperConnection(**weights["hc_attn"], config=config)
+        self.hc_ffn = HyperConnection(**weights["hc_ffn"], config=config)
         self.config = config
 
     def __call__(
@@ -81,8 +81,8 @@ class Block(nnx.Module):
 
         def first_half(start: jax.Array, carry: tuple) -> tuple:
             hidden, chosen, routed, state, pair = carry
-            part = take((hidden, chosen, tokens), start, tile.rows)
-            mid, picked, state, pair, route = self._until_experts(*part, state, tables, numbers, pair)
+            rows, last, fed = take((hidden, chosen, tokens), start, tile.rows)
+            mid, picked, state, pair, route = self._until_experts(rows, last, fed, state, tables, numbers, pair)
             return put(hidden, mid, start), put(chosen, picked, start), put(routed, route, start), state, pair
 
         hidden, chosen, routed, state, _ = over_tiles(

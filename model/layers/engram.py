@@ -70,7 +70,7 @@ def lookback_ids(ids: jax.Array, follows: jax.Array, history: jax.Array) -> jax.
 
 
 def ngram_rows(ids: jax.Array, pad: jax.Array, constants: HashConstants, n_heads: int) -> jax.Array:
-    """`ids [T, n]` newest first (DEAD stops the lookback), `pad` the compressed pad id -> table rows int32 `[T, columns]`."""
+    """`ids [T, n]` newest first (DEAD stops the lookback), `pad` the compressed pad id -> table rows `[T, columns]`."""
     alive = jnp.cumprod(ids >= 0, 1).astype(bool)
     words = jnp.where(alive, ids, pad).astype(U32)
     low = high = jnp.zeros(ids.shape[0], U32)
@@ -122,7 +122,7 @@ class Engram(nnx.Module):
         return jax.nn.sigmoid(jnp.copysign(jnp.sqrt(jnp.maximum(jnp.abs(product), 1e-6)), product))
 
     def __call__(self, stream: jax.Array, rows: jax.Array, text: jax.Array) -> jax.Array:
-        """`stream [t, M, D]`, memory `[t, columns * width]`, `text [t]` (False: image token, unchanged) -> new stream."""
+        """`stream [t, M, D]`, memory `[t, columns * width]`, `text [t]` (False: image, unchanged) -> new stream."""
         kv = self.wkv(fp8_roundtrip(rows)).reshape(stream.shape[0], self.config.hc_mult + 1, self.config.dim)
         gate = jnp.where(text[:, None], self.gate(stream, kv[:, :-1]), 0)
         return bf16(stream.astype(F32) + gate[..., None] * kv[:, -1:].astype(F32))

@@ -29,7 +29,7 @@ GROUP_CHUNK = 512
 
 
 class Query(NamedTuple):
-    """Index queries of a tile: `q [t, n, d]` and head weights `w [t, n]` bfloat16, `visible [t]` groups each may see."""
+    """Index queries of a tile: `q [t, n, d]` and head weights `w [t, n]` bfloat16, `visible [t]` groups it may see."""
 
     q: jax.Array
     w: jax.Array

@@ -23,7 +23,7 @@ def unpack_fp8(codes: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def unpack_fp4(codes: jax.Array, scale: jax.Array) -> jax.Array:
-    """uint8 pairs of e2m1 codes `[out, in/2]` (even element low), E8M0 scales `[out, in/32]` -> bfloat16 `[out, in]`."""
+    """uint8 pairs of e2m1 codes `[out, in/2]` (even one low), E8M0 scales `[out, in/32]` -> bfloat16 `[out, in]`."""
     both = jnp.stack([codes & 15, codes >> 4], -1).reshape(codes.shape[0], -1)
     factors = jnp.repeat(power_of_two(scale.astype(jnp.int32) - 127), TILE, 1)
     return (e2m1_values(both) * factors).astype(BF16)

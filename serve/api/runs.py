@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from rorqual.serve.limits import Limits
-from rorqual.serve.request import Event, Finished, SamplingParams
+from rorqual.serve.request import Event, Finished, FinishReason, SamplingParams
 
 WATCH_INTERVAL_S = 1.0
 
@@ -29,7 +29,7 @@ class EngineClient(Protocol):
         """Queue a request and return its id; raises RequestError before the engine sees a bad one."""
         ...
 
-    def finish(self, request_id: int, reason: str = "abort") -> None:
+    def finish(self, request_id: int, reason: FinishReason = "abort") -> None:
         """End a request early. Unknown and finished ids are ignored."""
         ...
 
@@ -77,13 +77,13 @@ class Batch:
                 num_open -= isinstance(events[-1], Finished)
                 yield number, events
 
-    def finish(self, number: int, reason: str) -> None:
+    def finish(self, number: int, reason: FinishReason) -> None:
         """Ask the engine to end a request, if it still runs."""
         request_id = self._ids[number]
         if request_id is not None and number not in self._over:
             self._engine.finish(request_id, reason)
 
-    def finish_all(self, reason: str) -> None:
+    def finish_all(self, reason: FinishReason) -> None:
         """Ask the engine to end every request that still runs."""
         for number in range(len(self._ids)):
             self.finish(number, reason)

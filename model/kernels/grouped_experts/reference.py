@@ -28,7 +28,7 @@ class ExpertTiles(NamedTuple):
 
 
 def _ranks(experts: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:
-    """`[n]` expert of each pair (num_experts: none) -> (earlier pairs of the same expert `[n]`, pairs per expert `[E]`).
+    """`[n]` expert of each pair (num_experts: none) -> (earlier pairs of this expert `[n]`, pairs by expert `[E]`).
 
     Counting by chunks instead of sorting: a sort of a few thousand keys is slow where it is not vectorised.
     """

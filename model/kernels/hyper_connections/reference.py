@@ -10,7 +10,7 @@ from rorqual.model.numerics import F32, bf16, dot_f32
 
 
 class Mixes(NamedTuple):
-    """`pre [t, M]` narrows the next sublayer's stream, `post [t, M]` and `comb [t, from, to]` widen this one's result."""
+    """`pre [t, M]` narrows the next sublayer's stream, `post [t, M]`, `comb [t, from, to]` widen this one's result."""
 
     pre: jax.Array
     post: jax.Array

@@ -11,11 +11,12 @@ PAGE = Path(__file__).parents[3] / "docs" / "requests.md"
 SHOWN = Limits(vocab_size=129280, max_context=32768, max_rows=32, max_step_tokens=256, page_size=128)
 HEAD = """# Requests: fields and ranges
 
-Everything about a request is decided on the host before the engine sees it; a refusal names the field, what was found and what is
-allowed (HTTP 400, offline a `RequestError`).
+Everything about a request is decided on the host before the engine sees it; a refusal names the field, what was found
+and what is allowed (HTTP 400, offline a `RequestError`).
 
-Three rules for body fields: a field of these tables is **honoured**, or it is **known but not supported** and may only have a value under which it changes
-nothing (anything else is a 400 that names it), or it never changes the answer. A field that is in no table is ignored, named once in the log and listed in the response header
+Three rules for body fields: a field of these tables is **honoured**, or it is **known but not supported** and may
+only have a value under which it changes nothing (anything else is a 400 that names it), or it never changes the
+answer. A field that is in no table is ignored, named once in the log and listed in the response header
 `x-rorqual-ignored-fields`, since gateways add fields of their own. `null` counts as absent.
 """
 
