@@ -66,7 +66,8 @@ class Engine:
         self.log: deque[StepEvent] = deque(maxlen=LOG_EVENTS)
         self.num_steps = 0
         self.num_compiles_at_start = 0
-        self._programs, self._params = built.programs, built.params
+        self._programs = built.programs
+        self._params: Any = built.params
         self._state: Any = built.programs.new_state()
         self._scheduler = Scheduler(
             built.limits,
@@ -81,7 +82,8 @@ class Engine:
         self._wake = threading.Condition()
         self._next_id = 0
         self._score_sinks: dict[int, Callable[[np.ndarray], None]] = {}
-        self._stop, self._ready, self._failure = False, False, None
+        self._stop, self._ready = False, False
+        self._failure: BaseException | None = None
         self._heartbeat_s = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="rorqual-engine", daemon=True)
 

@@ -54,7 +54,7 @@ class LLM:
         """
         prompts, each = list(_checked(prompts)), self._params_of_each(prompts, params)
         answers: list[Completion | None] = [None] * len(prompts)
-        collectors = [Collector(isinstance(p, SamplingParams) and p.logprobs is not None) for p in each]
+        collectors = [Collector(getattr(p, "logprobs", None) is not None) for p in each]
         run = _Run(self.engine, self.text)
         with tqdm(total=len(prompts), desc="generating", unit="request", disable=not progress) as bar:
             for index, (prompt, one) in enumerate(zip(prompts, each, strict=True)):

@@ -68,10 +68,9 @@ class Programs:
     def _abstract_input(self, shape: StepShape) -> StepInput:
         ranks = self.mesh.devices.size
         words = -(-self._program.config.vocab_size // 32)
-        return StepInput(
-            jax.ShapeDtypeStruct((ranks, shape.length), jnp.int32, sharding=self._by_rank),
-            jax.ShapeDtypeStruct((ranks, shape.num_rows, words), jnp.uint32, sharding=self._by_rank),
-        )
+        packed: Any = jax.ShapeDtypeStruct((ranks, shape.length), jnp.int32, sharding=self._by_rank)
+        mask: Any = jax.ShapeDtypeStruct((ranks, shape.num_rows, words), jnp.uint32, sharding=self._by_rank)
+        return StepInput(packed, mask)
 
     def step(self, bucket: int, score: bool = False) -> Any:
         """The compiled step of a bucket; the scoring variant is compiled when it is first wanted."""
