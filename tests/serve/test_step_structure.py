@@ -7,6 +7,7 @@ import importlib.util
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -144,9 +145,14 @@ def test_the_released_step_is_less_than_twice_the_bench_step(released_trace: Any
     assert num_equations(released_trace) < 2 * num_equations(small)
 
 
-def test_a_scan_over_layers_keeps_the_trace_short(tiny_config: ModelConfig):
-    whole, scanned = (num_equations(tiny_programs(tiny_config, form, 100).trace_step(16)) for form in (True, False))
-    assert scanned < whole
+def test_more_layers_of_a_kind_add_nothing_to_the_trace(released: ModelConfig, released_trace: Any):
+    shallow = replace(
+        released,
+        n_layers=32,
+        compress_ratios=released.compress_ratios[:32] + released.compress_ratios[40:],
+        index_source_layers=tuple(layer for layer in released.index_source_layers if layer < 32),
+    )
+    assert num_equations(released_programs(shallow).trace_step(256)) == num_equations(released_trace)
 
 
 @pytest.mark.slow
