@@ -21,7 +21,7 @@ from rorqual.model.load import (
     load_params,
 )
 from rorqual.serve.buckets import Buckets, bucket_table
-from rorqual.serve.compiles import CompileCounter, compile_counter, use_compile_cache
+from rorqual.serve.compiles import use_compile_cache
 from rorqual.serve.limits import Limits
 from rorqual.serve.memory import MemoryPlan, budget_bytes, plan_memory
 from rorqual.serve.options import EngineOptions, engine_limits, resolve_context
@@ -48,7 +48,6 @@ class Built:
     programs: Programs
     params: Params
     eos_ids: tuple[int, ...]
-    compiles: CompileCounter
 
 
 def weight_bytes(tree: Tree) -> dict[str, int]:
@@ -125,8 +124,7 @@ def build(model_dir: Path, options: EngineOptions) -> Built:
     Raises ConfigError, CheckpointError and OptionError before anything large is read.
     """
     if options.compile_cache is not None:
-        use_compile_cache(options.compile_cache)
-    counter = compile_counter()
+        use_compile_cache(Path(options.compile_cache))
     config = read_config(model_dir)
     context = resolve_context(options, config.max_context)
     options = replace(options, context=context)
@@ -163,4 +161,4 @@ def build(model_dir: Path, options: EngineOptions) -> Built:
     params = load_params(model_dir, config, tree, put=put, progress=options.progress)
     assert planner.programs is not None
     sizes = planner.programs.sizes
-    return Built(options, config, limits, buckets, memory, sizes, planner.programs, params, eos_ids, counter)
+    return Built(options, config, limits, buckets, memory, sizes, planner.programs, params, eos_ids)

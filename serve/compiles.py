@@ -1,6 +1,7 @@
 """Counting compilations: after warm-up there should be none."""
 
 import logging
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -13,31 +14,42 @@ COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
 class CompileCounter:
-    """Counts every program this process compiles, whoever asks for it."""
+    """A number of compiled programs: those of the threads that are inside `counting(counter)`."""
 
     def __init__(self) -> None:
         self.num_compiles = 0
-        self._expected = 0
-        jax.monitoring.register_event_duration_secs_listener(self._heard)
 
-    def _heard(self, event: str, duration_s: float, **_: object) -> None:
-        if event == COMPILE_EVENT and not self._expected:
-            self.num_compiles += 1
 
-    @contextmanager
-    def expected(self) -> Iterator[None]:
-        """Compilations in here are planned (warm-up, a variant used for the first time) and not counted."""
-        self._expected += 1
-        try:
-            yield
-        finally:
-            self._expected -= 1
+class _OfThread(threading.local):
+    counter: CompileCounter | None = None
+
+
+_of_thread = _OfThread()
+
+
+@contextmanager
+def counting(counter: CompileCounter | None) -> Iterator[None]:
+    """Count what this thread compiles in here; None: compilations that are planned, which nobody counts.
+
+    By thread, because a process may hold several engines, and around them a notebook that compiles what it likes.
+    """
+    _listen()
+    before, _of_thread.counter = _of_thread.counter, counter
+    try:
+        yield
+    finally:
+        _of_thread.counter = before
 
 
 @cache
-def compile_counter() -> CompileCounter:
-    """The counter of this process: the listener behind it cannot be taken back."""
-    return CompileCounter()
+def _listen() -> None:
+    """One listener for the whole process: it cannot be taken back."""
+
+    def heard(event: str, duration_secs: float, **_: str | int) -> None:
+        if event == COMPILE_EVENT and _of_thread.counter is not None:
+            _of_thread.counter.num_compiles += 1
+
+    jax.monitoring.register_event_duration_secs_listener(heard)
 
 
 def use_compile_cache(folder: Path) -> None:

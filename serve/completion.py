@@ -25,7 +25,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Completion:
-    """The answer to one prompt. `finish_reason` is stop, length, abort or error; for error, `error` says what was wrong.
+    """The answer to one prompt. `finish_reason` is stop, length, abort or error; then `error` says what was wrong.
 
     `token_ids` are the tokens the text is made of; the EOS or stop token that ended it is counted in `usage` only.
     `logprobs` is None unless they were asked for.

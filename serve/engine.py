@@ -6,13 +6,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import numpy as np
 
 from rorqual.serve.build import Built
+from rorqual.serve.compiles import CompileCounter, counting
 from rorqual.serve.limits import Limits
 from rorqual.serve.pack import constrained, fill_row, masks, pack_step, unpack_output
 from rorqual.serve.request import (
@@ -25,12 +27,14 @@ from rorqual.serve.request import (
     drop_events,
 )
 from rorqual.serve.schedule import Admission, Scheduler, StepPlan
+from rorqual.serve.state import State
 from rorqual.serve.step import StepOutput
 from rorqual.serve.step_input import FILL_SEATS
 
 log = logging.getLogger("rorqual.engine")
 IDLE_WAIT_S = 0.5
 LOG_EVENTS = 4096
+T = TypeVar("T")
 
 
 class StepEvent(NamedTuple):
@@ -50,6 +54,13 @@ class InFlight:
     output: StepOutput
 
 
+class Look(NamedTuple):
+    """A wish to read the device state between two steps."""
+
+    read: Callable[[State], Any]
+    found: Future[Any]
+
+
 Sink = Callable[[list[Event]], None]
 
 
@@ -65,7 +76,7 @@ class Engine:
         self.built = built
         self.log: deque[StepEvent] = deque(maxlen=LOG_EVENTS)
         self.num_steps = 0
-        self.num_compiles_at_start = 0
+        self._compiles = CompileCounter()
         self._programs = built.programs
         self._params: Any = built.params
         self._state: Any = built.programs.new_state()
@@ -78,7 +89,7 @@ class Engine:
             built.sizes.num_penalty_rows,
         )
         self._in_flight: deque[InFlight] = deque()
-        self._inbox: deque[Request | tuple[int, FinishReason]] = deque()
+        self._inbox: deque[Request | Look | tuple[int, FinishReason]] = deque()
         self._wake = threading.Condition()
         self._next_id = 0
         self._score_sinks: dict[int, Callable[[np.ndarray], None]] = {}
@@ -93,7 +104,6 @@ class Engine:
         """Warm up and begin to serve; returns when ready. Raises what warm-up raised."""
         if self.built.options.warm_up:
             self._warm_up()
-        self.num_compiles_at_start = self.built.compiles.num_compiles
         self._ready = True
         self._heartbeat_s = time.monotonic()
         self._thread.start()
@@ -126,8 +136,8 @@ class Engine:
 
     @property
     def num_compiles(self) -> int:
-        """Programs compiled since warm-up: 0 unless something is wrong."""
-        return self.built.compiles.num_compiles - self.num_compiles_at_start
+        """Programs that the engine thread compiled since warm-up: 0 unless something is wrong."""
+        return self._compiles.num_compiles
 
     @property
     def num_free_pages(self) -> tuple[int, int]:
@@ -138,6 +148,20 @@ class Engine:
     def num_live(self) -> int:
         """Requests that have not finished."""
         return self._scheduler.num_running + self._scheduler.num_waiting + len(self._inbox)
+
+    def look(self, read: Callable[[State], T]) -> T:
+        """What `read` finds in the device state between two steps, for people who want to see it.
+
+        The next step overwrites the arrays it is given, so what it returns must be copies. Raises what `read` raises,
+        and EngineDead when the engine has stopped.
+        """
+        found: Future[T] = Future()
+        with self._wake:
+            if self._stop or self._failure is not None:
+                raise EngineDead("the engine has stopped") from self._failure
+            self._inbox.append(Look(read, found))
+            self._wake.notify()
+        return found.result()
 
     def close(self) -> None:
         """End the thread; live requests end as aborted. May be called twice."""
@@ -167,12 +191,13 @@ class Engine:
 
     def _run(self) -> None:
         try:
-            while not self._stop:
-                self._heartbeat_s = time.monotonic()
-                self._take_inbox()
-                if not self._turn():
-                    self._wait()
-        except BaseException as error:  # noqa: BLE001 - whatever it is, clients must hear of it
+            with counting(self._compiles):
+                while not self._stop:
+                    self._heartbeat_s = time.monotonic()
+                    self._take_inbox()
+                    if not self._turn():
+                        self._wait()
+        except BaseException as error:  # whatever it is, clients must hear of it
             log.exception("the step loop failed")
             self._failure = error
         self._end_everything()
@@ -190,8 +215,17 @@ class Engine:
                 item = self._inbox.popleft()
             if isinstance(item, Request):
                 self._scheduler.add(item)
+            elif isinstance(item, Look):
+                self._show(item)
             else:
                 self._deliver(self._scheduler.finish(*item))
+
+    def _show(self, look: Look) -> None:
+        try:
+            with counting(None):  # a reader may compile what it likes
+                look.found.set_result(look.read(self._state))
+        except Exception as error:
+            look.found.set_exception(error)
 
     def _turn(self) -> bool:
         """Plan and launch a step, then commit the one before it. False: nothing to do."""
@@ -233,7 +267,7 @@ class Engine:
         generated = [self._scheduler.generated(row.request.id) if constrained(row) else None for row in plan.rows]
         try:
             return masks(plan, generated, num_rows, self.limits.vocab_size)
-        except Exception as error:  # noqa: BLE001 - a constraint is foreign code
+        except Exception as error:  # a constraint is foreign code
             return self._mask_without_faulty(plan, generated, num_rows, error)
 
     def _mask_without_faulty(
@@ -246,7 +280,7 @@ class Engine:
                 alone = [tokens if i == place else None for i, tokens in enumerate(generated)]
                 try:
                     masks(plan, alone, num_rows, self.limits.vocab_size)
-                except Exception as fault:  # noqa: BLE001
+                except Exception as fault:
                     self._deliver(self._scheduler.finish(row.request.id, "error", f"constraint: {fault}"))
                     generated[place] = None
         return masks(plan, generated, num_rows, self.limits.vocab_size)
@@ -279,7 +313,7 @@ class Engine:
                 self._score_sinks.pop(request.id, None)
             try:
                 request.sink(found)
-            except Exception:  # noqa: BLE001 - a client's fault must not end the others
+            except Exception:  # a client's fault must not end the others
                 log.exception("the sink of request %d failed", request.id)
 
     def _end_everything(self) -> None:
@@ -288,23 +322,27 @@ class Engine:
         detail = f"the engine failed: {self._failure}" if self._failure is not None else None
         with self._wake:
             self._stop = True
-            waiting = [item for item in self._inbox if isinstance(item, Request)]
+            left = list(self._inbox)
             self._inbox.clear()
-        for request in waiting:
-            self._deliver([(request, Finished(request.id, reason, len(request.prompt), 0, 0, detail))])
+        for item in left:
+            if isinstance(item, Request):
+                self._deliver([(item, Finished(item.id, reason, len(item.prompt), 0, 0, detail))])
+            elif isinstance(item, Look):
+                item.found.set_exception(EngineDead("the engine has stopped"))
         for request_id in self._scheduler.live_ids():
             self._deliver(self._scheduler.finish(request_id, reason, detail))
+        # What the devices hold goes with the thread, however long somebody keeps the engine itself.
+        self._in_flight.clear()
+        self._state = self._params = None
+        self.built = replace(self.built, params={})
 
     def _warm_up(self) -> None:
         """Compile every program and run each once on rows that write nothing."""
         self._programs.compile_all(self.built.options.progress)
-        with self.built.compiles.expected():
-            self._fill_seats([])
-            for bucket in self.built.buckets.token_sizes:
-                shape = self._programs.shape(bucket)
-                idle = StepPlan([], np.zeros(0, np.int32), [], [], bucket, False, False)
-                packed = pack_step(idle, shape, self.limits.max_rows)
-                self._state, output = self._programs.step(bucket)(
-                    self._params, self._state, self._programs.send(packed)
-                )
-            jax.block_until_ready(output)
+        self._fill_seats([])
+        for bucket in self.built.buckets.token_sizes:
+            shape = self._programs.shape(bucket)
+            idle = StepPlan([], np.zeros(0, np.int32), [], [], bucket, False, False)
+            packed = pack_step(idle, shape, self.limits.max_rows)
+            self._state, output = self._programs.step(bucket)(self._params, self._state, self._programs.send(packed))
+        jax.block_until_ready(output)

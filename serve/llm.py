@@ -4,6 +4,7 @@ the engine has a thread of its own and callers only wait for it."""
 import queue
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -55,34 +56,35 @@ class LLM:
         prompts, each = list(_checked(prompts)), self._params_of_each(prompts, params)
         answers: list[Completion | None] = [None] * len(prompts)
         collectors = [Collector(getattr(p, "logprobs", None) is not None) for p in each]
-        run = _Run(self.engine, self.text)
-        with tqdm(total=len(prompts), desc="generating", unit="request", disable=not progress) as bar:
+        run = Run(self.engine, self.text)
+        bar = tqdm(total=len(prompts), desc="generating", unit="request", disable=not progress)
+        with closing(run), bar:
             for index, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
                 error = run.submit(index, prompt, one)
                 if error is not None:
                     answers[index] = refused(error)
                     bar.update(1)
-            for delta in run.deltas():
+            for delta in run:
                 collectors[delta.index].add(delta)
                 if delta.finish is not None:
                     answers[delta.index] = collectors[delta.index].completion
                     bar.update(1)
         return [answer for answer in answers if answer is not None]
 
-    def stream(self, prompts: Sequence[Prompt], params: Params = None) -> Iterator[CompletionDelta]:
-        """The same, piece by piece as the tokens come; prompts interleave. Raises RequestError for a bad prompt before
-        any is run. Closing the iterator aborts what is still running."""
+    def stream(self, prompts: Sequence[Prompt], params: Params = None) -> "Run":
+        """The same, piece by piece as the tokens come; prompts interleave. Raises ValueError for a bad prompt, and then
+        runs none. Closing or dropping the iterator aborts what is still running."""
         prompts, each = list(_checked(prompts)), self._params_of_each(prompts, params)
-        run = _Run(self.engine, self.text)
+        run = Run(self.engine, self.text)
         try:
             for index, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
                 error = run.submit(index, prompt, one)
                 if error is not None:
                     raise ValueError(f"prompts[{index}]: {error}")
         except BaseException:
-            run.abort()
+            run.close()
             raise
-        return run.deltas()
+        return run
 
     def score(self, token_ids: Sequence[int]) -> np.ndarray:
         """Next-token logits of every position, through the same paged step: float32 `[len(token_ids), vocab]`.
@@ -133,8 +135,8 @@ def _checked(prompts: Sequence[Prompt]) -> Sequence[Prompt]:
     return prompts
 
 
-class _Run:
-    """Requests of one call, and their events as they come from the engine thread."""
+class Run(Iterator[CompletionDelta]):
+    """Requests of one call, and an iterator over what they bring, until every one has ended."""
 
     def __init__(self, engine: Engine, text: TextPlane) -> None:
         self._engine, self._text = engine, text
@@ -158,24 +160,22 @@ class _Run:
             return self._text.tokenizer.encode_prompt(prompt, self._engine.limits.max_context - 1)
         return prompt
 
-    def deltas(self) -> Iterator[CompletionDelta]:
-        """Until every request has ended."""
-        try:
-            while self._ids:
-                index, events = self._queue.get()
-                if index not in self._ids:
-                    continue
-                delta = self._streams[index].feed(events)
-                if delta.cut:
-                    self._engine.finish(self._ids[index], "stop")
-                if delta.finish is not None:
-                    del self._ids[index]
-                yield CompletionDelta(index, delta.text, delta.tokens, delta.finish)
-        finally:
-            self.abort()
+    def __next__(self) -> CompletionDelta:
+        if not self._ids:
+            raise StopIteration
+        index, events = self._queue.get()
+        delta = self._streams[index].feed(events)
+        if delta.cut:
+            self._engine.finish(self._ids[index], "stop")
+        if delta.finish is not None:
+            del self._ids[index]
+        return CompletionDelta(index, delta.text, delta.tokens, delta.finish)
 
-    def abort(self) -> None:
-        """End what is still running."""
+    def close(self) -> None:
+        """Abort what is still running."""
         for request_id in self._ids.values():
             self._engine.finish(request_id)
         self._ids.clear()
+
+    def __del__(self) -> None:
+        self.close()

@@ -1,5 +1,6 @@
 """Options of an engine: one small frozen value, checked once."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -26,7 +27,7 @@ class EngineOptions:
     memory_share: float = 0.6  # of the device's memory, where memory_gb is not given
     weights: StorageChoice = "auto"  # how weights are kept: as released, or dequantised (exact)
     row_tile: int = 0  # rows of a token tile; 0: as many as the step has. 16: results do not depend on the batch
-    compile_cache: Path | None = None  # folder that keeps compiled programs between starts
+    compile_cache: str | Path | None = None  # folder that keeps compiled programs between starts
     warm_up: bool = True  # compile every step program before the engine is ready
     strict_compiles: bool = False  # a compilation after warm-up is an error
     stall_timeout_s: float = 120.0  # a step loop silent for longer counts as dead
@@ -40,12 +41,9 @@ class EngineOptions:
             raise OptionError(f"row_tile: {self.row_tile}, allowed 0 or {ROUNDING}")
         if self.weights not in STORAGES:
             raise OptionError(f"weights: {self.weights!r}, allowed {', '.join(STORAGES)}")
-        if not 0 < self.memory_share <= 1:
-            raise OptionError(f"memory_share: {self.memory_share}, allowed above 0 up to 1")
-        if self.memory_gb is not None and not self.memory_gb > 0:
-            raise OptionError(f"memory_gb: {self.memory_gb}, allowed above 0")
-        if not self.stall_timeout_s > 0:
-            raise OptionError(f"stall_timeout_s: {self.stall_timeout_s}, allowed above 0")
+        _above_zero("memory_share", self.memory_share, most=1)
+        _above_zero("memory_gb", self.memory_gb)
+        _above_zero("stall_timeout_s", self.stall_timeout_s)
         for name in ("warm_up", "strict_compiles", "progress"):
             if not isinstance(getattr(self, name), bool):
                 raise OptionError(f"{name}: {getattr(self, name)!r}, allowed true or false")
@@ -57,6 +55,13 @@ def _at_least(name: str, value: Any, least: int, why: str = "") -> None:
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
         bound = f"{why} = {least}" if why else str(least)
         raise OptionError(f"{name}: {value!r}, allowed an integer of at least {bound}")
+
+
+def _above_zero(name: str, value: Any, most: float = math.inf) -> None:
+    fits = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= most and value < math.inf
+    if value is not None and not fits:
+        bound = "" if most == math.inf else f" up to {most}"
+        raise OptionError(f"{name}: {value!r}, allowed a number above 0{bound}")
 
 
 DEFAULT_CONTEXT = 32768

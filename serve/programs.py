@@ -76,6 +76,7 @@ class Programs:
         """The compiled step of a bucket; the scoring variant is compiled when it is first wanted."""
         key = (bucket, score)
         if key not in self._steps:
+            self._prepare_bucket(bucket)
             started = time.monotonic()
             with counting(None):
                 self._steps[key] = self.trace_step(bucket, score).lower().compile()
@@ -100,7 +101,7 @@ class Programs:
             return StepInput(on_device, self._idle_masks[len(packed)])
         return StepInput(on_device, jax.device_put(mask[None], self._by_rank))
 
-    def prepare_bucket(self, bucket: int) -> None:
+    def _prepare_bucket(self, bucket: int) -> None:
         """The idle array of a bucket's mask: always the same one, so that it costs no transfer."""
         shape = self.shape(bucket)
         abstract = self._abstract_input(shape)
@@ -113,8 +114,6 @@ class Programs:
 
     def compile_all(self, progress: bool) -> None:
         """Every program that serving needs."""
-        for bucket in self.buckets.token_sizes:
-            self.prepare_bucket(bucket)
         for bucket in tqdm(self.buckets.token_sizes, desc="compiling steps", unit="program", disable=not progress):
             self.step(bucket)
         _ = self.fill
