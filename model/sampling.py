@@ -201,7 +201,9 @@ def sample(
     # One way past all of it, since every condition above hands on a copy of the logits.
     plain = ~(jnp.any(count_row >= 0) | has_lists | jnp.any(masked) | jnp.any(s.temperature > 0))
     drawn, best = lax.cond(plain, lambda: (best_token(logits), jnp.max(logits, 1)), chosen)
-    token = jnp.where(jnp.isfinite(best), drawn, -1)
+    # A maximum may step over a NaN, a sum does not.
+    is_number = jnp.isfinite(best) & jnp.isfinite(jnp.sum(logits, 1))
+    token = jnp.where(is_number, drawn, -1)
     nothing = nothing_sampled(logits.shape[0])
     return lax.cond(
         jnp.any(wants_logprobs),

@@ -87,12 +87,14 @@ def run_jobs(llm: LLM, jobs: Sequence[Job], stated: Mapping[str, Any]) -> list[C
 
 def write_answers(
     llm: LLM, jobs: Sequence[Job], stated: Mapping[str, Any], output: Path | None, json_lines: bool
-) -> None:
-    """Run the jobs and write one line of JSON, or the plain text, for each."""
+) -> int:
+    """Run the jobs and write one line of JSON, or the plain text, for each; returns how many are errors."""
     target = nullcontext(sys.stdout) if output is None else output.open("w", encoding="utf-8")
     with target as file:  # opened first: what cannot be written should be known before hours of work
-        for answer in run_jobs(llm, jobs, stated):
+        answers = run_jobs(llm, jobs, stated)
+        for answer in answers:
             _write(file, answer, json_lines)
+    return sum(answer.error is not None for answer in answers)
 
 
 def _write(file: IO[str], answer: Completion, json_lines: bool) -> None:

@@ -164,9 +164,12 @@ def generate(
         )
         with LLM(model, **options) as llm:
             stated = {key: value for key, value in sampling.items() if value is not None}
-            write_answers(llm, jobs, stated, output, as_json or output is not None)
+            num_errors = write_answers(llm, jobs, stated, output, as_json or output is not None)
     except (ValueError, OSError) as error:
         raise _fail(error) from error
+    if num_errors:
+        typer.echo(f"{num_errors} of {len(jobs)} prompts were answered with an error", err=True)
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -36,6 +36,8 @@ class LLM:
         """`options`: the fields of EngineOptions. Raises OptionError, ConfigError or CheckpointError, and returns when
         the model is loaded and every step program is compiled."""
         folder = Path(model_dir)
+        if not folder.is_dir():
+            raise FileNotFoundError(f"{folder}: no such folder")
         self.text = TextPlane.from_dir(folder)
         self.engine = Engine(build(folder, EngineOptions(**options)))
         # The thread knows the engine, not this object: when nobody needs it any more, the engine ends.
@@ -148,7 +150,8 @@ class Run(Iterator[CompletionDelta]):
         """Queue one prompt; the error's text when it is refused."""
         try:
             ids = self._encode(prompt)
-            request_id = self._engine.submit(ids, params, lambda events: self._queue.put((index, events)))
+            heard = self._queue  # the engine must not keep this object alive: dropping it aborts its requests
+            request_id = self._engine.submit(ids, params, lambda events: heard.put((index, events)))
         except (RequestError, PromptTooLong, ValueError) as error:
             return str(error)
         self._ids[index] = request_id

@@ -215,11 +215,12 @@ def _check_number(field: str, value: Any, allowed: Range) -> None:
 
 def _check_lengths(params: SamplingParams, limits: Limits, num_prompt: int, score: bool) -> None:
     room = limits.max_context - num_prompt
-    if params.max_tokens is not None and not score:
-        _check_number("max_tokens", params.max_tokens, Range(int, 1, limits.max_context))
-        if params.max_tokens > room:
-            allowed = f"1..{room}: the context of {limits.max_context} less the prompt of {num_prompt}"
-            raise RequestError("max_tokens", _show(params.max_tokens), allowed)
+    wanted = params.max_tokens
+    if wanted is not None and not score:
+        is_integer = isinstance(wanted, Integral) and not isinstance(wanted, bool)
+        if not is_integer or not 1 <= wanted <= room:
+            allowed = f"an integer 1..{room}: the context of {limits.max_context} less the prompt of {num_prompt}"
+            raise RequestError("max_tokens", _show(wanted), allowed)
     most = room if params.max_tokens is None or score else params.max_tokens
     _check_number("min_tokens", params.min_tokens, Range(int, 0, most))
 
@@ -253,6 +254,8 @@ def _check_stops(params: SamplingParams, limits: Limits) -> None:
             raise RequestError("stop", _show(text), "strings")
         if not 1 <= len(text) <= limits.max_stop_chars:
             raise RequestError("stop", f"a string of {len(text)} characters", f"1..{limits.max_stop_chars}")
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise RequestError("stop", f"{text[:SHOWN_CHARS]!a}, a lone surrogate", "text")
     for token in params.stop_token_ids:
         _check_number("stop_token_ids id", token, sampling_ranges(limits)["stop_token_ids id"])
 

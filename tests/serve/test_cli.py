@@ -227,7 +227,8 @@ def test_generate_answers_every_line_in_order(tiny_dir: Path, tmp_path: Path, ti
     source, target = write_lines(tmp_path), tmp_path / "answers.jsonl"
     arguments = ["--config", engine_file, "--input", source, "--output", target, "--temperature", 0, "--json"]
     result = run("generate", tiny_dir, *arguments)
-    assert result.exit_code == 0
+    assert result.exit_code == 1
+    assert f"{len(LINES) - len(GOOD)} of {len(LINES)} prompts were answered with an error" in result.stderr
     assert result.stdout == ""
     answers = [json.loads(line) for line in target.read_text(encoding="utf-8").split("\n")[:-1]]
     assert len(answers) == len(LINES)
@@ -254,7 +255,7 @@ def test_generate_prints_answers(tiny_dir: Path, engine_file: Path):
     answers = [json.loads(line) for line in result.stdout.split("\n")[:-1]]
     assert [len(answer["token_ids"]) for answer in answers] == [3, 0]
     plain = run("generate", tiny_dir, "--config", engine_file, *prompts)
-    assert plain.exit_code == 0
+    assert plain.exit_code == 1
     assert plain.stdout == answers[0]["text"] + "\n"
     assert f"error: {answers[1]['error']}" in plain.stderr
 

@@ -137,7 +137,7 @@ def test_none_is_no_number(name):
 def test_max_tokens_must_fit_the_context_beside_the_prompt():
     assert len(check_request([1] * 500, SamplingParams(max_tokens=12), LIMITS)) == 500
     error = refused([1] * 500, SamplingParams(max_tokens=13))
-    assert str(error) == "max_tokens: 13, allowed 1..12: the context of 512 less the prompt of 500"
+    assert str(error) == "max_tokens: 13, allowed an integer 1..12: the context of 512 less the prompt of 500"
     assert "an integer of 3322 bits" in str(refused([1], SamplingParams(max_tokens=10**1000)))
 
 
