@@ -39,7 +39,7 @@ run: setup $(DEMO)/config.json
 	@echo "  curl http://$(HOST):$(PORT)/v1/chat/completions -H 'Content-Type: application/json' \\"
 	@echo "    -d '{\"model\": \"demo\", \"messages\": [{\"role\": \"user\", \"content\": \"Hello\"}], \"max_tokens\": 32}'"
 	@echo
-	@exec $(VENV)/bin/rorqual serve $(DEMO) --host $(HOST) --port $(PORT)
+	@exec $(VENV)/bin/rorqual serve $(DEMO) --host $(HOST) --port $(PORT) --compile-cache .cache/programs
 
 # Written elsewhere and moved, so that an interrupted run leaves no half checkpoint behind.
 $(DEMO)/config.json: | $(VENV)/.installed

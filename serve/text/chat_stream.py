@@ -13,6 +13,7 @@ from rorqual.serve.text.logprobs import chat_logprob, finite
 from rorqual.serve.text.text_stream import Finish
 
 REPLACEMENT = "\ufffd"
+THINK_START, THINK_END = "<think>", "</think>"
 
 
 class ChatDelta(NamedTuple):
@@ -49,6 +50,8 @@ class ChatStream:
         self._opened = False
         self.num_generated = 0
         self.num_reasoning = 0
+        self._think_end = chat.tokenizer.token_id(THINK_END)
+        self._thinks = thinking_is_open(chat, prompt.ids)
 
     def feed(self, events: Sequence[Token | Finished]) -> ChatDelta:
         """Take events of this request in order and return what they add to the answer."""
@@ -60,7 +63,7 @@ class ChatStream:
                 finish = self._end(event, chunks)
                 break
             if not self._processor.finished:
-                self.num_generated += 1
+                self._count(event.token)
                 chunks += self._token(event)
         cut = self._processor.finished and not already_cut and finish is None
         return ChatDelta(chunks, cut, finish)
@@ -76,6 +79,12 @@ class ChatStream:
             "prompt_cache_hit_tokens": finish.num_cached,
             "prompt_cache_miss_tokens": finish.num_prompt - finish.num_cached,
         }
+
+    def _count(self, token_id: int) -> None:
+        """Reasoning tokens are those before the end of thinking (the library's own count takes loose bytes double)."""
+        self.num_generated += 1
+        self._thinks = self._thinks and token_id != self._think_end
+        self.num_reasoning += self._thinks
 
     def _open(self) -> list[dict[str, Any]]:
         self._opened = True
@@ -111,8 +120,7 @@ class ChatStream:
         chunks = [json.loads(chunk.to_json()) for chunk in produced]
         kept = []
         for chunk in chunks:
-            details = (chunk.pop("usage", None) or {}).get("completion_tokens_details") or {}
-            self.num_reasoning = details.get("reasoning_tokens", self.num_reasoning)
+            chunk.pop("usage", None)
             choice = chunk["choices"][0]
             delta = choice["delta"]
             if self._loose and "role" not in delta:
@@ -137,6 +145,13 @@ class ChatStream:
             chunks += self._collect(self._processor.finish())
         matched = event.detail if event.reason == "stop" else None
         return Finish(event.reason, matched, error, event.num_prompt, event.num_generated, event.num_cached)
+
+
+def thinking_is_open(chat: ChatFormat, prompt_ids: Sequence[int]) -> bool:
+    """True when the prompt ends inside a thinking section: the last mark in it is one that opens."""
+    opens, closes = (chat.tokenizer.token_id(mark) for mark in (THINK_START, THINK_END))
+    last = next((token for token in reversed(prompt_ids) if token in (opens, closes)), None)
+    return last is not None and last == opens
 
 
 def _finite_pairs(alternatives: tuple[tuple[int, float], ...] | None) -> list[tuple[int, float]]:
