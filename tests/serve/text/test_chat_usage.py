@@ -1,4 +1,4 @@
-"""Reasoning tokens of a chat answer: the generated tokens before the end of thinking, whatever bytes they are made of."""
+"""Reasoning tokens of a chat answer: the generated tokens before the end of thinking, whatever their bytes."""
 
 import random
 
