@@ -215,7 +215,7 @@ def _check_number(field: str, value: Any, allowed: Range) -> None:
 
 def _check_lengths(params: SamplingParams, limits: Limits, num_prompt: int, score: bool) -> None:
     room = limits.max_context - num_prompt
-    wanted = params.max_tokens
+    wanted: Any = params.max_tokens
     if wanted is not None and not score:
         is_integer = isinstance(wanted, Integral) and not isinstance(wanted, bool)
         if not is_integer or not 1 <= wanted <= room:
