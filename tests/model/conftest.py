@@ -11,17 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from rorqual.model.demo import write_demo_checkpoint
-
 ENGRAM_ROW = {"weight": ((256,), "float8_e4m3fn"), ".scale": ((8,), "float8_e8m0fnu")}
-
-
-@pytest.fixture(scope="session")
-def demo_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A demo checkpoint with seed 0, written once; read only."""
-    folder = tmp_path_factory.mktemp("demo") / "demo"
-    write_demo_checkpoint(folder)
-    return folder
 
 
 def _load_module(path: Path) -> ModuleType:
